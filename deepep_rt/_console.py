@@ -31,6 +31,11 @@ def console(width_of_logs: int) -> Console:
     return found if is_known else Console(**plain, width=width_of_logs)
 
 
+def printable(text: str) -> str:
+    """Return a text from a file, or the name of one, with escapes in place of characters that a terminal would obey or cannot show."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 def _terminal_columns() -> int:
     """Return the width of the terminal, or 0 if it is unknown (Open MPI gives its ranks a terminal without a size)."""
     try:

@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ._checks import argument_error
 from .errors import EPConfigError
+
+MAX_TIMEOUT_S = 1e9
+"""Thirty years. Kernels count nanoseconds in 64 bits."""
+
+_MAX_DIGITS = 18
 
 
 def cache_dir() -> Path:
-    """`DEEPEP_RT_CACHE_DIR`: folder of compiled kernels; default `$XDG_CACHE_HOME/deepep_rt` or `~/.cache/deepep_rt`."""
-    chosen, base = os.environ.get("DEEPEP_RT_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    """`DEEPEP_RT_CACHE_DIR`: folder of compiled kernels; default `$XDG_CACHE_HOME/deepep_rt` or `~/.cache/deepep_rt`.
+
+    A relative `XDG_CACHE_HOME` is ignored, as the XDG Base Directory Specification demands.
+    """
+    chosen, base = os.environ.get("DEEPEP_RT_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME", "")
     try:
         if chosen:
-            return Path(chosen).expanduser()
-        return (Path(base) if base else Path("~/.cache").expanduser()) / "deepep_rt"
-    except RuntimeError:  # there is no home folder to expand ~ to
+            return _expanded(chosen)
+        return (Path(base) if os.path.isabs(base) else _expanded("~/.cache")) / "deepep_rt"
+    except (RuntimeError, KeyError):  # there is no home folder to expand ~ to
         raise EPConfigError(
             f"DEEPEP_RT_CACHE_DIR={chosen or ''!r}; expected a folder for compiled kernels, but the user has no home folder. "
             f"Set the variable to a folder."
         ) from None
+
+
+def _expanded(path: str) -> Path:
+    """Expand ~. An empty or relative `HOME` counts as unset, because the result would depend on the current folder.
+
+    Raises:
+        RuntimeError: if there is no home folder; also KeyError.
+    """
+    first, *rest = Path(path).parts or (".",)
+    if first == "~" and not os.path.isabs(os.environ.get("HOME", "")):
+        home = Path(pwd.getpwuid(os.getuid()).pw_dir)
+        if not home.is_absolute():
+            raise RuntimeError("the account has no home folder")
+        return Path(home, *rest)
+    return Path(path).expanduser()
 
 
 def assert_cached() -> bool:
@@ -95,10 +120,12 @@ def statistics_folder() -> Path | None:
 def timeout_s() -> float:
     """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; 300 when unset."""
     text = os.environ.get("DEEPEP_RT_TIMEOUT_S") or "300"
-    try:
-        return float(text)
-    except ValueError:
-        raise EPConfigError(f"DEEPEP_RT_TIMEOUT_S={text!r}; expected a number of seconds. Set a number such as 300.") from None
+    with suppress(ValueError):
+        if 0 < (found := float(text)) <= MAX_TIMEOUT_S:
+            return found
+    raise argument_error(
+        text, "DEEPEP_RT_TIMEOUT_S", f"a number of seconds, {MAX_TIMEOUT_S:g} at most", "Set a number such as 300.", EPConfigError
+    )
 
 
 def ranks_per_node() -> int | None:
@@ -106,11 +133,10 @@ def ranks_per_node() -> int | None:
     text = os.environ.get("DEEPEP_RT_RANKS_PER_NODE") or None
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise EPConfigError(
-            f"DEEPEP_RT_RANKS_PER_NODE={text!r}; expected a number of ranks, 1 or more. Set a number such as 8, or unset the variable."
-        )
-    return int(text)
+    if not (number := _whole(text)):
+        remedy = "Set a number such as 8, or unset the variable."
+        raise argument_error(text, "DEEPEP_RT_RANKS_PER_NODE", "a number of ranks, 1 or more", remedy, EPConfigError)
+    return number
 
 
 def nvshmem_transport() -> str:
@@ -193,16 +219,20 @@ def local_rank() -> int | None:
 
 
 def _number(name: str) -> int | None:
-    value = os.environ.get(name, "")
-    return int(value) if value.isdigit() else None
+    return _whole(os.environ.get(name, ""))
+
+
+def _whole(text: str) -> int | None:
+    """Return the whole number of a text, or None. Python converts at most 4,300 digits, and some digits of other scripts not at all."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else None
 
 
 def launch() -> Launch | None:
     """Return the MPI launcher of this process, or None. Each launcher sets variables of its own."""
     for launcher, rank, size in _LAUNCHERS:
-        values = os.environ.get(rank, ""), os.environ.get(size, "")
-        if all(value.isdigit() for value in values):
-            return Launch(launcher, int(values[0]), int(values[1]))
+        numbers = _number(rank), _number(size)
+        if numbers[0] is not None and numbers[1] is not None:
+            return Launch(launcher, numbers[0], numbers[1])
     return None
 
 

@@ -8,6 +8,7 @@ captures of CUDA graphs.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import json
 import logging
 import os
@@ -20,16 +21,42 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import _env
+from ._documents import (
+    Check,
+    UnusableFile,
+    check_document,
+    has_fields,
+    is_count,
+    is_flag,
+    is_in,
+    is_list_of,
+    is_seconds,
+    is_text,
+    parse,
+)
 from .backends.base import Backend
-from .statistics import CALL_KINDS, CallStatistics, PoolUse, Statistics
+from .jit.trusted_files import Folder, objection_unless_same_owner, open_folder, read_file, replace_file
+from .statistics import CALL_KINDS, NUMBERS, CallStatistics, PoolUse, Statistics
 
 _log = logging.getLogger("deepep_rt")
 _FORMAT = 1
 _PERIOD_S, _INTERVAL_S, _EXIT_TIMEOUT_S = 1.0, 5.0, 2.0
+_MAX_BYTES = 1 << 24  # 1,024 ranks have 200 KB
+_IS_NUM_RANKS = is_in(1, 1 << 16)
+_FIELDS: dict[str, Check] = {
+    "format": is_in(_FORMAT, _FORMAT),
+    "buffer": is_text,
+    "num_ranks": _IS_NUM_RANKS,
+    "host": is_text,
+    "pid": is_count,
+    "written_at": is_seconds,
+    "has_ended": is_flag,
+}
 
 
 @dataclass(frozen=True)
@@ -57,25 +84,51 @@ class Snapshot:
     earlier: Statistics
 
 
-def read(folder: Path) -> tuple[list[Snapshot], list[str]]:
-    """Read the files of a folder.
+def read(folder: Path) -> tuple[list[Snapshot], list[tuple[str, str]]]:
+    """Read the files of a folder. Any user may have written to it.
 
     Returns:
-        The files, and the names of those that are no such files.
+        The files, and the names of those that are no such files, each with the reason.
+
+    Raises:
+        OSError: if the folder cannot be read.
     """
     found, unknown = [], []
-    for path in sorted(folder.glob("[!.]*.json")):
-        try:
-            content = json.loads(path.read_text())
-            if content.pop("format") != _FORMAT:
-                raise ValueError
-            now, earlier = (_statistics(content.pop(name)) for name in ("now", "earlier"))
-            found.append(Snapshot(**content, now=now, earlier=earlier))
-        except FileNotFoundError:  # removed meanwhile
-            continue
-        except (ValueError, TypeError, KeyError, AttributeError):
-            unknown.append(path.name)
+    with open_folder(folder) as opened:
+        for name in sorted(name for name in os.listdir(opened.number) if name.endswith(".json") and not name.startswith(".")):
+            try:
+                found.append(parse(read_file(name, opened, _MAX_BYTES, partial(_objection, opened)), _snapshot))
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except UnusableFile as error:
+                unknown.append((name, str(error)))
     return found, unknown
+
+
+def _objection(folder: Folder, status: os.stat_result) -> str | None:
+    return objection_unless_same_owner(status, folder)
+
+
+def _snapshot(content: dict[str, Any]) -> Snapshot:
+    if not _IS_NUM_RANKS(ranks := content["num_ranks"]):
+        raise ValueError(f"num_ranks={ranks}")
+    numbers = has_fields(_fields_of_numbers(ranks))
+    check_document(content, {**_FIELDS, "now": numbers, "earlier": numbers})
+    del content["format"]
+    now, earlier = (_statistics(content.pop(name)) for name in ("now", "earlier"))
+    return Snapshot(**content, now=now, earlier=earlier)
+
+
+def _fields_of_numbers(num_ranks: int) -> dict[str, Check]:
+    """Return the members of `Statistics.to_dict`, with a check of each value."""
+    of_calls = has_fields({**dict.fromkeys(NUMBERS, is_count), "wait_s": is_list_of(is_seconds, num_ranks)})
+    return {
+        "rank": is_in(0, num_ranks - 1),
+        "seconds": is_seconds,
+        "rows_by_expert": is_list_of(is_count),
+        "pool": has_fields(dict.fromkeys((field.name for field in dataclasses.fields(PoolUse)), is_count)),
+        **dict.fromkeys(CALL_KINDS, of_calls),
+    }
 
 
 def _statistics(content: Mapping[str, Any]) -> Statistics:
@@ -133,14 +186,8 @@ class StatisticsFile:
             self._recent.popleft()
         changing = {"written_at": time.time(), "has_ended": self._has_ended, "now": now.to_dict()}
         content = {**self._common, **changing, "earlier": self._recent[0].to_dict()}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
-            with draft.open("x") as file:  # follows no link that another user has put there
-                json.dump(content, file)
-            draft.replace(self._path)
-        finally:
-            draft.unlink(missing_ok=True)
+        with open_folder(self._path.parent, make=True) as folder:
+            replace_file(self._path.name, folder, json.dumps(content).encode())
 
 
 class _Writer:

@@ -46,8 +46,8 @@ LOW_LATENCY_TILE_BYTES = 2048
 MAX_ROW_BYTES = 96 * 1024
 """Two stages of such a row fit in the shared memory of a block."""
 
-MAX_TIMEOUT_S = 1e9
-"""Thirty years. Kernels count nanoseconds in 64 bits."""
+MAX_TIMEOUT_S = _env.MAX_TIMEOUT_S
+"""Thirty years."""
 
 NUMBERS_PER_SCALE_BYTE = 16
 """The fewest channels that share a byte of scales, as in NVFP4."""

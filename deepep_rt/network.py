@@ -16,6 +16,8 @@ TRANSPORTS = ("auto", "nvshmem", "mpi")
 REMOTE_TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
 """Values of NVSHMEM_REMOTE_TRANSPORT in NVSHMEM 3.8. Version 3.7 added gpunetio."""
 
+_PORT = re.compile(r"(?![^:]*[,^])[!-9;-~]+:[0-9]{1,3}")
+_INTERFACE = re.compile(r"[!-~]+")  # other characters cannot be in the environment, or are in no name
 _PER_HOST = ("nics", "bootstrap_interface")  # names of devices, which may differ between hosts
 
 
@@ -90,7 +92,7 @@ class NetworkOptions:
             expected = "names with a port, such as ['mlx5_0:1', 'mlx5_1:1']"
             raise argument_error(self.nics, "nics", expected, "Pass a list of them, or None.", EPConfigError)
         interface = self.bootstrap_interface
-        if interface is not None and not (isinstance(interface, str) and interface):
+        if interface is not None and not (isinstance(interface, str) and _INTERFACE.fullmatch(interface)):
             raise argument_error(interface, "bootstrap_interface", "a name such as 'eth0'", "Pass one, or None.", EPConfigError)
 
     def _set(self, name: str, value: object) -> None:
@@ -133,4 +135,4 @@ class NetworkOptions:
 
 
 def _is_port(nic: object) -> bool:
-    return isinstance(nic, str) and re.fullmatch(r"[^\s,:^]+:[0-9]+", nic) is not None
+    return isinstance(nic, str) and _PORT.fullmatch(nic) is not None

@@ -102,8 +102,7 @@ class TorchFramework(Framework):
             if array.is_nested:
                 raise not_dense(array, name)
             if array.is_meta or array.numel():
-                kind = "meta" if array.is_meta else "fake"
-                raise EPInputError(f"{name} is a {kind} tensor; expected a tensor with values. Pass one that has memory.")
+                raise without_memory(array, name)
         return View(ptr, shape, dtype, array.get_device(), array, self)  # PyTorch's number for host memory is -1, as HOST
 
     def wrap(self, view: View) -> Any:
@@ -203,6 +202,25 @@ def unreadable(array: Any, name: str, error: Exception) -> EPError:
     message = re.sub(" at 0x[0-9a-f]+", "", f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_MAX_MESSAGE_CHARS])
     expected = f"an array whose memory its library shows ({message})"
     return argument_error(array, name, expected, "Pass a copy of it, in one piece, on one device, of a usual dtype.")
+
+
+def check_dense(tensor: Any, name: str) -> None:
+    """Raise EPInputError for a tensor of PyTorch that is sparse or nested, or that never has values.
+
+    PyTorch makes no call of an operator for such a tensor, and the other ranks would wait. `torch.compile` traces the check.
+    """
+    import torch
+
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise not_dense(tensor, name)
+    if tensor.is_meta:
+        raise without_memory(tensor, name)
+
+
+def without_memory(tensor: Any, name: str) -> EPInputError:
+    """Make the error for a tensor of PyTorch without memory."""
+    kind = "meta" if tensor.is_meta else "fake"
+    return EPInputError(f"{name} is a {kind} tensor; expected a tensor with values. Pass one that has memory.")
 
 
 def not_dense(tensor: Any, name: str) -> EPInputError:

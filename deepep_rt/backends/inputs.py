@@ -55,7 +55,7 @@ def dispatch_inputs(
     expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MAX_ALIGNMENT)
     layout = _check_layout(info, layout, handle)
     if num_worst_tokens is not None:
-        num_worst_tokens = _check_worst(config, num_worst_tokens, layout, expert_alignment, handle)
+        num_worst_tokens = check_worst(config, num_worst_tokens, layout, expert_alignment, handle)
     if handle is not None:
         _check_known_routing(info, rows, handle, num_worst_tokens)
     idx = weights = None
@@ -137,7 +137,10 @@ def most_recv_rows(config: Config, layout: str, expert_alignment: int) -> int:
     return min(config.num_max_recv_tokens * config.num_topk + padding, _MOST_ROWS)
 
 
-def _check_worst(config: Config, num_worst_tokens: int, layout: str, expert_alignment: int, handle: DispatchHandle | None) -> int:
+def check_worst(
+    config: Config, num_worst_tokens: int, layout: str, expert_alignment: int, handle: DispatchHandle | None = None
+) -> int:
+    """Check the rows that a dispatch shall have room for."""
     # Only the dispatch that made the handle had its alignment. A later check compares with the rows of the handle.
     most = max(most_recv_rows(config, layout, expert_alignment), 0 if handle is None else handle.num_recv_rows)
     largest = "num_max_recv_tokens of the Buffer" if config.has_network else "num_ranks * num_max_tokens_per_rank"

@@ -28,9 +28,7 @@ def low_latency_dispatch_inputs(
 ) -> LowLatencyDispatchInputs:
     """Check the arguments of `Buffer.low_latency_dispatch`. Its docstring names the rules."""
     config = info.config
-    if not (use_fp8 is True and round_scale is False and use_ue8m0 is False):  # all but the defaults
-        use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
-        round_scale = flag(round_scale, "round_scale") or use_ue8m0
+    use_fp8, round_scale, use_ue8m0 = form_of_dispatch(info, use_fp8, round_scale, use_ue8m0)
     rows = as_view(info, x, "x", stream)
     if len(rows.shape) != 2 or rows.shape[1] != config.hidden or rows.dtype != "bfloat16":
         raise EPInputError(
@@ -39,10 +37,6 @@ def low_latency_dispatch_inputs(
     check_start(rows, "x")
     check_tokens(info, rows)
     num_tokens = rows.shape[0]
-    if use_fp8 and config.hidden % FP8_GROUP:
-        raise EPInputError(f"hidden={config.hidden}; expected a multiple of {FP8_GROUP} for FP8 scales. Pass use_fp8=False")
-    if use_ue8m0 and not use_fp8:
-        raise EPInputError("use_ue8m0=True; expected use_fp8=True with it, because it is a format of FP8 scales. Pass both")
     idx = as_view(info, topk_idx, "topk_idx", stream, (num_tokens, config.num_topk), ("int32", "int64"))
     weights = recv = waits = None
     if topk_weights is not None:
@@ -54,6 +48,18 @@ def low_latency_dispatch_inputs(
         waits = as_view(info, wait_stats, "wait_recv_cost_stats", stream, (config.num_ranks,), ("int64",))
         check_writable(info, waits, wait_stats, "wait_recv_cost_stats")
     return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale, use_ue8m0, recv, waits)
+
+
+def form_of_dispatch(info: BufferInfo, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> tuple[bool, bool, bool]:
+    """Check the flags of a dispatch. Return them as Python's."""
+    if not (use_fp8 is True and round_scale is False and use_ue8m0 is False):  # all but the defaults
+        use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
+        round_scale = flag(round_scale, "round_scale") or use_ue8m0
+    if use_fp8 and info.config.hidden % FP8_GROUP:
+        raise EPInputError(f"hidden={info.config.hidden}; expected a multiple of {FP8_GROUP} for FP8 scales. Pass use_fp8=False")
+    if use_ue8m0 and not use_fp8:
+        raise EPInputError("use_ue8m0=True; expected use_fp8=True with it, because it is a format of FP8 scales. Pass both")
+    return use_fp8, round_scale, use_ue8m0
 
 
 def low_latency_combine_inputs(

@@ -7,16 +7,16 @@ import json
 import logging
 import os
 import re
-import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import _env
+from .._documents import Check, UnusableFile, check_document, is_in, parse
 from ..errors import EPConfigError
-from ..jit.trusted_files import Folder, objection, open_file, open_folder, open_inner, status_of
+from ..jit.trusted_files import Folder, objection, open_folder, open_inner, read_file, replace_file
 
 _log = logging.getLogger("deepep_rt")
 
@@ -35,36 +35,40 @@ class SavedFiles:
         folder: Their folder in the folder of the kernel cache.
         what: The name of the measurements, for the log.
         key_name: The member of a file with its key.
+        fields: The members of a file, with a check of each value.
         version: The version of the files. Others are ignored.
     """
 
     folder: str
     what: str
     key_name: str
+    fields: Mapping[str, Check]
     version: int = 1
 
-    def load(self, key: Key, parse: Callable[[dict[str, Any]], _Found]) -> _Found | None:
-        """Return what `parse` makes of the file of a key; None without one. A file that is damaged, or that another user may have
+    def load(self, key: Key, make: Callable[[dict[str, Any]], _Found]) -> _Found | None:
+        """Return what `make` makes of the file of a key; None without one. A file that is damaged, or that another user may have
         written, is ignored, with a message in the log.
 
         Args:
             key: The key.
-            parse: Gets the file's members. For a file that it cannot read it raises ValueError, KeyError, TypeError or AttributeError.
+            make: Gets the file's members. It raises any exception for members that do not fit together.
         """
-        name = self._name(key)
+        name, wanted = self._name(key), json.loads(json.dumps(dict(key)))
+
+        def make_of_key(document: dict[str, Any]) -> _Found:
+            if document[self.key_name] != wanted:
+                raise ValueError("the file of another key")
+            return make(document)
+
         try:
-            reason, text = self._read(name)
+            return self._read(name, make_of_key)
         except (FileNotFoundError, NotADirectoryError, EPConfigError):  # there is none, or no folder for it
             return None
+        except UnusableFile as error:
+            reason = str(error)
         except OSError as error:
-            reason, text = f"it cannot be read: {error.strerror}", b""
-        if reason is None:
-            with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                document = json.loads(text)
-                if (document["format"], document[self.key_name]) == (self.version, json.loads(json.dumps(dict(key)))):
-                    return parse(document)
-        path = _env.cache_dir() / self.folder / name
-        _log.warning("%s: %s is ignored: %s", self.what, path, reason or "it is not one that this version wrote")
+            reason = f"it cannot be read: {error.strerror}"
+        _log.warning("%s: %s is ignored: %s", self.what, _env.cache_dir() / self.folder / name, reason)
         return None
 
     def save(self, key: Key, content: Mapping[str, Any]) -> Path | None:
@@ -73,7 +77,7 @@ class SavedFiles:
         data = json.dumps({"format": self.version, self.key_name: dict(key), **content}, indent=1, sort_keys=True).encode()
         try:
             with open_folder(_env.cache_dir(), make=True) as base, open_inner(self.folder, base, make=True) as folder:
-                _replace(folder, name, data)
+                replace_file(name, folder, data, mode=0o644)  # other users of a shared cache read it
         except (OSError, EPConfigError) as error:
             _log.info("%s cannot be saved: %s", self.what, error)
             return None
@@ -83,11 +87,8 @@ class SavedFiles:
         """Return the members of all files of this version, by name. Files that cannot be read or trusted are left out."""
         found = []
         for name in self._names():
-            with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-                reason, text = self._read(name)
-                document = json.loads(text)
-                if reason is None and document["format"] == self.version and isinstance(document[self.key_name], dict):
-                    found.append(document)
+            with suppress(OSError, UnusableFile):
+                found.append(self._read(name, dict))
         return found
 
     def clear(self) -> int:
@@ -98,43 +99,41 @@ class SavedFiles:
         """
         number = 0
         for name in self._names():
-            with open_folder(_env.cache_dir()) as base, open_inner(self.folder, base) as folder, suppress(FileNotFoundError):
+            with self._opened() as folder, suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder.number)
                 number += 1
         return number
 
     def _names(self) -> list[str]:
-        with (
-            suppress(FileNotFoundError, NotADirectoryError),
-            open_folder(_env.cache_dir()) as base,
-            open_inner(self.folder, base) as inner,
-        ):
-            return sorted(filter(_NAME.fullmatch, os.listdir(inner.number)))
+        with suppress(FileNotFoundError, NotADirectoryError), self._opened() as folder:
+            return sorted(filter(_NAME.fullmatch, os.listdir(folder.number)))
         return []
 
-    def _read(self, name: str) -> tuple[str | None, bytes]:
-        """Return the reason why a file must not be trusted, or None, and its content."""
+    def _read(self, name: str, make: Callable[[dict[str, Any]], _Found]) -> _Found:
+        """Return what `make` makes of a file of this version.
+
+        Raises:
+            UnusableFile: if the file must not be used.
+            OSError: if there is none, or a folder cannot be opened.
+        """
         with open_folder(_env.cache_dir()) as base, open_inner(self.folder, base) as folder:
-            number = open_file(name, folder, os.O_RDONLY)
-            with os.fdopen(number, "rb") as file:
-                reason = base.objection or folder.objection or objection(status_of(number), folder.is_enclosed)
-                return reason, file.read(_MAX_BYTES + 1)
+
+            def objection_to(status: os.stat_result) -> str | None:
+                return base.objection or folder.objection or objection(status, folder.is_enclosed)
+
+            data = read_file(name, folder, _MAX_BYTES, objection_to)
+
+        def make_checked(document: dict[str, Any]) -> _Found:
+            check_document(document, {"format": is_in(self.version, self.version), **self.fields})
+            return make(document)
+
+        return parse(data, make_checked)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Folder]:
+        with open_folder(_env.cache_dir()) as base, open_inner(self.folder, base) as folder:
+            yield folder
 
     @staticmethod
     def _name(key: Key) -> str:
         return hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest() + ".json"
-
-
-def _replace(folder: Folder, name: str, data: bytes) -> None:
-    """Write a file whole. A reader sees the old content or the new one."""
-    temporary = f".{secrets.token_hex(8)}.tmp"
-    number = open_file(temporary, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(data)
-            os.fchmod(number, 0o644)
-            os.replace(temporary, name, src_dir_fd=folder.number, dst_dir_fd=folder.number)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary, dir_fd=folder.number)
-        raise

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from .._documents import has_fields
 from ..description import LinkRates
 from .saved_files import SavedFiles
 
-_FILES = SavedFiles("links", "measured rates", "topology")
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and 1e-12 < value < 1e18  # of seconds and of bytes a second
+
+
+_RATES = has_fields(dict.fromkeys((field.name for field in dataclasses.fields(LinkRates)), _is_rate))
+_FILES = SavedFiles("links", "measured rates", "topology", {"topology": lambda value: True, "rates": _RATES})
 
 
 def load(topology: Mapping[str, Any]) -> LinkRates | None:
@@ -24,7 +30,4 @@ def save(topology: Mapping[str, Any], rates: LinkRates) -> None:
 
 
 def _parse(document: dict[str, Any]) -> LinkRates:
-    rates = LinkRates(**{name: float(value) for name, value in document["rates"].items()})
-    if not all(math.isfinite(rate) and rate > 0 for rate in dataclasses.astuple(rates)):
-        raise ValueError("a rate is no positive number")
-    return rates
+    return LinkRates(**{name: float(value) for name, value in document["rates"].items()})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import _env
+from .._documents import Check, has_fields, is_count, is_flag, is_in, is_list_of, is_seconds, is_text
 from .._version import __version__
 from ..config import MAX_SMS, Config
 from ..errors import EPConfigError
@@ -21,8 +22,34 @@ from ..kernels.table import KERNELS
 from ..tuned import CALLS, CopyShape, Tuning, TuningResult
 from .saved_files import SavedFiles
 
-FILES = SavedFiles("tunings", "stored tunings", "buffer")
 _SIZES = ("num_ranks", "num_max_tokens_per_rank", "hidden", "dtype", "num_topk", "num_experts", "statistics")
+_KEY: dict[str, Check] = {
+    **dict.fromkeys(_SIZES, is_in(1, 1 << 20)),
+    "dtype": is_text,
+    "statistics": is_flag,
+    "ranks_per_node": is_in(1, 1 << 20),
+    "between_nodes": is_list_of(is_text),
+    "gpus": is_list_of(is_text),
+    "kernels": is_text,
+}
+_SHAPE = has_fields(dict.fromkeys((field.name for field in dataclasses.fields(CopyShape)), is_in(1, 1 << 20)))
+
+
+def _is_shape_or_none(value: Any) -> bool:
+    return value is None or _SHAPE(value)
+
+
+_NUM_SMS = is_in(1, MAX_SMS)
+_ROW: dict[str, Check] = {"call": is_text, "num_sms": _NUM_SMS, "shape": _is_shape_or_none, "us": is_seconds}
+_FIELDS: dict[str, Check] = {
+    "buffer": has_fields(_KEY),
+    "tuning": has_fields({"num_sms": _NUM_SMS, **dict.fromkeys(CALLS, _is_shape_or_none)}),
+    "num_tokens": is_count,
+    "dtype_of_rows": is_text,
+    "rows": is_list_of(has_fields(_ROW)),
+    "created": is_text,
+}
+FILES = SavedFiles("tunings", "stored tunings", "buffer", _FIELDS)
 
 
 def key_of(config: Config, gpus: Sequence[str]) -> dict[str, Any]:
@@ -73,33 +100,14 @@ def is_current(key: Mapping[str, Any]) -> bool:
     return key["kernels"] == _version_of_kernels(bool(key["between_nodes"]))
 
 
-def is_readable(document: Mapping[str, Any]) -> bool:
-    """Return whether a file has all that a list of choices shows."""
-    key = document[FILES.key_name]
-    try:
-        of_plain(document["tuning"])
-        is_complete = {*_SIZES, "between_nodes", "kernels"} <= key.keys() and all(isinstance(gpu, str) for gpu in key["gpus"])
-        return is_complete and key["num_ranks"] // key["ranks_per_node"] > 0 and isinstance(document["created"], str)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
-        return False
-
-
 def plain(tuning: Tuning) -> dict[str, Any]:
     """Return a choice as values that files and communicators can hold."""
     return dataclasses.asdict(tuning)
 
 
 def of_plain(found: Mapping[str, Any]) -> Tuning:
-    """Return the choice that `plain` made values of.
-
-    Raises:
-        ValueError: if it is none; also KeyError, TypeError or AttributeError.
-    """
-    num_sms = found["num_sms"]
-    if type(num_sms) is not int or not 1 <= num_sms <= MAX_SMS:
-        raise ValueError(f"num_sms={num_sms!r}")
-    shapes = {call: None if found[call] is None else CopyShape(**found[call]) for call in CALLS}
-    return Tuning(num_sms, **shapes)
+    """Return the choice that `plain` made values of."""
+    return Tuning(found["num_sms"], **{call: None if found[call] is None else CopyShape(**found[call]) for call in CALLS})
 
 
 def _parse(document: dict[str, Any], config: Config) -> Tuning:

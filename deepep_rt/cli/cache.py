@@ -122,7 +122,7 @@ def check(as_json: Json = False) -> None:
 @app.command()
 def tunings(as_json: Json = False) -> None:
     """List the stored choices of Buffer.autotune."""
-    found = [document for document in saved_tunings.FILES.all() if saved_tunings.is_readable(document)]
+    found = saved_tunings.FILES.all()
     if as_json:
         print(json.dumps(found, indent=2))
         return

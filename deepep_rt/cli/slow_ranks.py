@@ -12,6 +12,8 @@ from ..statistics import CALL_KINDS, Statistics
 LEAST_SHARE = 0.05
 """The part of the time that others have to wait for a rank, more than it waits for them, before it counts as slow."""
 
+_LEAST_S = 1e-3  # of an interval with rates
+
 STALE_S = 10.0
 """A file that was not written for so long belongs to a process that has ended or hangs."""
 
@@ -64,18 +66,19 @@ class Verdict:
         )
 
 
-def by_buffer(snapshots: Sequence[Snapshot]) -> dict[str, list[Snapshot]]:
-    """Sort snapshots by Buffer, and those of a Buffer by rank."""
-    found: dict[str, list[Snapshot]] = {}
-    for snapshot in sorted(snapshots, key=lambda one: (one.buffer, one.now.rank)):
-        found.setdefault(snapshot.buffer, []).append(snapshot)
+def by_buffer(snapshots: Sequence[Snapshot]) -> dict[tuple[str, int], list[Snapshot]]:
+    """Sort snapshots by name and number of ranks of the Buffer, and those of a Buffer by rank."""
+    found: dict[tuple[str, int], list[Snapshot]] = {}
+    for snapshot in sorted(snapshots, key=lambda one: (one.buffer, one.num_ranks, one.now.rank)):
+        found.setdefault((snapshot.buffer, snapshot.num_ranks), []).append(snapshot)
     return found
 
 
 def rates_of(snapshot: Snapshot, time_now: float) -> RankRates:
     """Compute the rates between the two sets of numbers of a snapshot. `time_now`: in seconds since 1970."""
     now, earlier, age_s = snapshot.now, snapshot.earlier, max(time_now - snapshot.written_at, 0.0)
-    seconds = max(now.seconds - earlier.seconds, 0.0)
+    difference_s = now.seconds - earlier.seconds
+    seconds = difference_s if difference_s >= _LEAST_S else 0.0
 
     def rate(kind: str, name: str) -> float:
         difference = getattr(getattr(now, kind), name) - getattr(getattr(earlier, kind), name)

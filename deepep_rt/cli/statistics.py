@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from .. import _statistics_files
-from .._console import console, printing
+from .._console import console, printable, printing
+from .._documents import OTHER_VERSION
 from ..errors import EPConfigError
 from . import slow_ranks, tables
 from .options import Json
@@ -38,12 +39,15 @@ def statistics(
 
 def _print_once(folder: Path, *, as_json: bool, with_destroyed: bool) -> bool:
     """Print the Buffers of the folder. Return whether one of them runs, or none is there yet."""
-    snapshots, unknown = _statistics_files.read(folder)
+    try:
+        snapshots, unknown = _statistics_files.read(folder)
+    except OSError as error:
+        raise EPConfigError(f"{folder} cannot be read: {error.strerror}. Pass a folder that this user can read") from error
     time_now, found = time.time(), []
-    for buffer, of_buffer in slow_ranks.by_buffer(snapshots).items():
+    for (buffer, num_ranks), of_buffer in slow_ranks.by_buffer(snapshots).items():
         rates = [slow_ranks.rates_of(snapshot, time_now) for snapshot in of_buffer]
         if with_destroyed or any(one.state != "destroyed" for one in rates):
-            found.append((buffer, rates, slow_ranks.judge(rates, of_buffer[0].num_ranks)))
+            found.append((buffer, rates, slow_ranks.judge(rates, num_ranks)))
     if as_json:
         print(json.dumps([slow_ranks.document(*one) for one in found]), flush=True)
     else:
@@ -51,8 +55,9 @@ def _print_once(folder: Path, *, as_json: bool, with_destroyed: bool) -> bool:
             _print_buffer(*one)
         if not found:
             print(f"no Buffer writes statistics to {folder} now")
-    for name in unknown:
-        typer.echo(f"{name}: no file of statistics of this version", err=True)
+    for name, reason in unknown:
+        more = "" if reason == OTHER_VERSION else f" ({reason})"
+        typer.echo(f"{printable(name)}: no file of statistics of this version{more}", err=True)
     return not snapshots or any(one.state == "runs" for _, rates, _ in found for one in rates)
 
 

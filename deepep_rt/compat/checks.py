@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .._checks import argument_error, instance
-from ..arrays.frameworks import not_dense
+from ..arrays.frameworks import check_dense
 from ..config import MAX_TOPK
 from ..errors import EPInputError
 
@@ -26,10 +26,9 @@ def without_gradient(x: Any) -> Any:
 
 
 def check_tensor(x: Any, name: str) -> None:
-    """Raise EPInputError unless `x` is a dense tensor of PyTorch."""
+    """Raise EPInputError unless `x` is a dense tensor of PyTorch with values."""
     instance(x, name, torch.Tensor, "Make one of a NumPy array with torch.from_numpy.")
-    if x.layout is not torch.strided or x.is_nested:
-        raise not_dense(x, name)
+    check_dense(x, name)
 
 
 def check_rows(x: Any) -> None:
@@ -67,14 +66,15 @@ def check_layout(is_token_in_rank: Any, num_tokens_per_expert: Any, topk_idx: An
     The shape of `is_token_in_rank` matters only without `topk_idx`, because it then decides where tokens go.
     """
     remedy = "Pass the results of get_dispatch_layout."
-    instance(is_token_in_rank, "is_token_in_rank", torch.Tensor, remedy)
-    instance(num_tokens_per_expert, "num_tokens_per_expert", torch.Tensor, remedy)
+    for tensor, name in ((is_token_in_rank, "is_token_in_rank"), (num_tokens_per_expert, "num_tokens_per_expert")):
+        instance(tensor, name, torch.Tensor, remedy)
+        check_dense(tensor, name)
     shape, expected, dtype = list(is_token_in_rank.shape), [num_tokens, num_ranks], is_token_in_rank.dtype
     if topk_idx is None and (shape != expected or dtype is not torch.bool):
         raise EPInputError(f"is_token_in_rank.shape={shape}, dtype={dtype}; expected {expected} bool. {remedy}")
-    if num_tokens_per_expert.dim() != 1:
-        shape = list(num_tokens_per_expert.shape)
-        raise EPInputError(f"num_tokens_per_expert.shape={shape}; expected [num_experts]. {remedy}")
+    shape, dtype = list(num_tokens_per_expert.shape), num_tokens_per_expert.dtype
+    if len(shape) != 1 or dtype not in (torch.int32, torch.int64):
+        raise EPInputError(f"num_tokens_per_expert.shape={shape}, dtype={dtype}; expected [num_experts] int32. {remedy}")
 
 
 def check_handle(handle: Any, kind: type, method: str) -> None:

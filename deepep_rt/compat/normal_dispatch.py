@@ -67,9 +67,10 @@ def check_routing(routing: Routing, num_tokens: int, num_ranks: int) -> None:
     routing.expert_alignment = whole_number(routing.expert_alignment, "expert_alignment", 1, MAX_ALIGNMENT)
     worst = routing.num_worst_tokens
     routing.num_worst_tokens = 0 if worst is None else whole_number(worst, "num_worst_tokens", 0, MOST_BYTES)
-    if routing.topk_idx is not None:
-        check_tensor(routing.topk_idx, "topk_idx")
-    elif routing.topk_weights is not None:
+    for tensor, name in ((routing.topk_idx, "topk_idx"), (routing.topk_weights, "topk_weights")):
+        if tensor is not None:
+            check_tensor(tensor, name)
+    if routing.topk_idx is None and routing.topk_weights is not None:
         raise EPInputError("topk_idx=None with topk_weights; expected both or neither. Pass topk_idx too.")
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 from .. import _env
 from .._version import __version__
-from ..config import Config
 from ..cuda.nics import list_nics, read_text
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import compiler, libraries
@@ -57,12 +56,10 @@ def python() -> dict[str, Any]:
 def settings() -> dict[str, Any]:
     """Report the environment variables that matter, mistakes in ours, and two flags that other rules need."""
     mistakes = _env.mistakes()
-    for name, read in (("DEEPEP_RT_TIMEOUT_S", lambda: Config(1, 1, 16, 1, 1, check_inputs=False)), ("DEEPEP_RT_ARCH", _arch)):
-        try:  # a value can be a number and still be out of range
-            read()
-        except (EPConfigError, EPCompileError) as error:
-            if str(error) not in mistakes:
-                mistakes.append(f"{name}: {error}")
+    try:
+        _arch()
+    except (EPConfigError, EPCompileError) as error:
+        mistakes.append(f"DEEPEP_RT_ARCH: {error}")
     found: dict[str, Any] = {"variables": _env.variables(), "mistakes": mistakes, "unknown": _env.unknown()}
     for flag in (_env.share_gpus, _env.assert_cached):
         with contextlib.suppress(EPConfigError):  # `mistakes` has it

@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .. import _env
+from .._documents import UnusableFile
 from ..errors import EPCacheError
 from .cache_entry import ARCH, CorruptEntry, Entry, pack, unpack
 from .cache_files import LOCK_SUFFIX, SUFFIX, delete, is_entry, retry, write_entry
 from .cache_lock import lock_file
-from .trusted_files import Folder, objection, open_file, open_folder, open_inner, status_of
+from .trusted_files import Folder, objection, open_folder, open_inner, read_file
 
 __all__ = ["LOCK_TIMEOUT_S", "MAX_ENTRY_BYTES", "SUFFIX", "CorruptEntry", "Entry", "KernelCache"]
 
@@ -65,7 +66,7 @@ class KernelCache:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            found = CorruptEntry(key, arch, f"cannot be read: {error.strerror}")
+            found = CorruptEntry(key, arch, f"it cannot be read: {error.strerror}")
         if isinstance(found, Entry):
             info = found.info
             if kernel in (None, info["kernel"]) and (versions or {}).items() <= info["versions"].items():
@@ -118,12 +119,8 @@ class KernelCache:
         for folder, arch, names in self._folders(self._check):
             for name in filter(is_entry, names):
                 key = name.removesuffix(SUFFIX)
-                try:
+                with suppress(FileNotFoundError):  # another process cleared the cache meanwhile
                     found.append(self._read(folder, arch, key))
-                except FileNotFoundError:  # another process cleared the cache meanwhile
-                    continue
-                except OSError as error:
-                    found.append(CorruptEntry(key, arch, f"cannot be read: {error.strerror}"))
         return sorted(found, key=_sort_key)
 
     def clear(self) -> int:
@@ -170,15 +167,14 @@ class KernelCache:
             )
 
     def _read(self, folder: Folder, arch: str, key: str) -> Entry | CorruptEntry:
-        number = open_file(f"{key}{SUFFIX}", folder, os.O_RDONLY)
-        with os.fdopen(number, "rb") as file:
-            reason = objection(status_of(number), folder.is_enclosed)
-            if reason and not _is_allowed(self._path(arch, key), reason):
-                return CorruptEntry(key, arch, reason)
-            data = file.read(MAX_ENTRY_BYTES + 1)
-        if len(data) > MAX_ENTRY_BYTES:
-            return CorruptEntry(key, arch, f"it has more than {MAX_ENTRY_BYTES} bytes")
-        return unpack(data, arch, key)
+        def objection_to(status: os.stat_result) -> str | None:
+            reason = objection(status, folder.is_enclosed)
+            return None if reason is None or _is_allowed(self._path(arch, key), reason) else reason
+
+        try:
+            return unpack(read_file(f"{key}{SUFFIX}", folder, MAX_ENTRY_BYTES, objection_to), arch, key)
+        except UnusableFile as error:
+            return CorruptEntry(key, arch, str(error))
 
     def _lock(self, arch: str, key: str, timeout_s: float) -> int | None:
         path, deadline = self._path(arch, key).with_suffix(LOCK_SUFFIX), time.monotonic() + timeout_s

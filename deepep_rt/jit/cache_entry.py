@@ -5,9 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from .._documents import (
+    MAX_COUNT,
+    Check,
+    UnusableFile,
+    is_count,
+    is_count_or_none,
+    is_dict_of,
+    is_flag,
+    is_in,
+    is_seconds,
+    is_text,
+    parse,
+    wrong_fields,
+)
 
 FAMILY = b"deepep_rt kernel "
 """The start of the files of every version."""
@@ -37,44 +52,28 @@ class Entry:
 
 @dataclass(frozen=True)
 class CorruptEntry:
-    """A file that differs from the one that was written. The next request compiles the kernel again. `reason` is printable ASCII."""
+    """A file that differs from the one that was written. The next request compiles the kernel again. `reason` is printable."""
 
     key: str
     arch: str
     reason: str
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value.isascii() and value.isprintable()
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_dict_of(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(_is_text(name) and is_value(inner) for name, inner in value.items())
-
-
-def _is_count_or_none(value: Any) -> bool:
-    return value is None or _is_count(value)
-
-
-FIELDS: Mapping[str, Callable[[Any], bool]] = {
-    "kernel": lambda value: _is_text(value) and value.isidentifier(),
-    "arch": _is_text,
-    "constants": _is_dict_of(lambda value: type(value) is int and -(2**63) <= value < 2**63),
-    "bytes": _is_count,
-    "registers": _is_count_or_none,
-    "static_shared_bytes": _is_count_or_none,
-    "stack_bytes": _is_count_or_none,
-    "spill_stores": _is_count_or_none,
-    "spill_loads": _is_count_or_none,
-    "dynamic_shared_bytes": _is_count,
-    "nvshmem": lambda value: type(value) is bool,
-    "compile_seconds": lambda value: type(value) in (int, float) and 0 <= value < 1e9,
-    "created": _is_text,
-    "versions": _is_dict_of(_is_text),
+FIELDS: Mapping[str, Check] = {
+    "kernel": lambda value: is_text(value) and value.isidentifier(),
+    "arch": is_text,
+    "constants": is_dict_of(is_in(-MAX_COUNT, MAX_COUNT)),
+    "bytes": is_count,
+    "registers": is_count_or_none,
+    "static_shared_bytes": is_count_or_none,
+    "stack_bytes": is_count_or_none,
+    "spill_stores": is_count_or_none,
+    "spill_loads": is_count_or_none,
+    "dynamic_shared_bytes": is_count,
+    "nvshmem": is_flag,
+    "compile_seconds": is_seconds,
+    "created": is_text,
+    "versions": is_dict_of(is_text),
 }
 """The members of `Entry.info`, and a check of each value."""
 
@@ -95,12 +94,12 @@ def unpack(data: bytes, arch: str, key: str) -> Entry | CorruptEntry:
         return CorruptEntry(key, arch, "wrong checksum")
     split = start + 8 + int.from_bytes(data[start : start + 8], "little")
     try:
-        info = json.loads(data[start + 8 : split])
-    except (ValueError, RecursionError):
-        return CorruptEntry(key, arch, "its description is no JSON")
-    if not isinstance(info, dict) or info.keys() != {*FIELDS, "key"}:
+        info = parse(data[start + 8 : split], dict)
+    except UnusableFile:
+        return CorruptEntry(key, arch, "its description is no JSON object")
+    if info.keys() != {*FIELDS, "key"}:
         return CorruptEntry(key, arch, "its description has other fields")
-    if wrong := [name for name, is_valid in FIELDS.items() if not is_valid(info[name])]:
+    if wrong := wrong_fields(info, FIELDS):
         return CorruptEntry(key, arch, f"its description is wrong in {', '.join(wrong)}")
     code = data[split:]
     found, expected = (info.pop("key"), info["arch"], info["bytes"]), (key, arch, len(code))

@@ -1,4 +1,4 @@
-"""Files in folders that other users may write: read only regular files, follow no links, check owners and permissions.
+"""Files in folders that other users may write: read only regular files, follow no links, check owners, permissions and sizes.
 
 A file is opened inside an open folder, and the open file is checked. A path that changes meanwhile has no effect.
 """
@@ -10,11 +10,14 @@ import functools
 import grp
 import os
 import pwd
+import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from .._documents import UnusableFile
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: opening a FIFO must not wait
@@ -102,6 +105,60 @@ def open_file(name: str, folder: Folder, flags: int, mode: int = 0o600) -> int:
     return number
 
 
+def read_file(name: str, folder: Folder, most_bytes: int, objection_to: Callable[[os.stat_result], str | None]) -> bytes:
+    """Return the content of a regular file in an open folder.
+
+    Args:
+        name: Its name.
+        folder: The folder.
+        most_bytes: The largest size.
+        objection_to: Gets the status of the open file. It returns the reason why the content must not be used, or None.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        UnusableFile: if the file cannot be read, is no regular file, is too large, or must not be used.
+    """
+    try:
+        with os.fdopen(open_file(name, folder, os.O_RDONLY), "rb") as file:
+            if reason := objection_to(status_of(file.fileno())):
+                raise UnusableFile(reason)
+            data = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UnusableFile(f"it cannot be read: {error.strerror}") from error
+    if len(data) > most_bytes:
+        raise UnusableFile(f"it has more than {most_bytes} bytes")
+    return data
+
+
+def replace_file(name: str, folder: Folder, data: bytes, mode: int | None = None) -> None:
+    """Write a file whole. A reader sees the old content or the new one.
+
+    Args:
+        name: Its name.
+        folder: The open folder.
+        data: The content.
+        mode: The permissions. None: those of the process for new files, without writing by other users.
+
+    Raises:
+        OSError: if it cannot be written. The old file stays.
+    """
+    draft = f".{secrets.token_hex(8)}.tmp"
+    number = open_file(draft, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(data)
+            file.flush()
+            if mode is not None:
+                os.fchmod(number, mode)
+        os.replace(draft, name, src_dir_fd=folder.number, dst_dir_fd=folder.number)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=folder.number)
+        raise
+
+
 def status_of(number: int) -> os.stat_result:
     """Return the status of an open file."""
     return os.fstat(number)
@@ -153,6 +210,16 @@ def _is_own_group(group: int) -> bool:
     except KeyError:
         return False
     return user.pw_gid == group and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+
+
+def objection_unless_same_owner(status: os.stat_result, folder: Folder) -> str | None:
+    """Return the reason why the numbers in a file must not be shown, or None. The owner of the folder is trusted too.
+
+    So a user can look at the folder of another user's job, but not at what third users have added to it.
+    """
+    if status.st_uid == status_of(folder.number).st_uid and not status.st_mode & stat.S_IWOTH:
+        return None
+    return objection(status, folder.is_enclosed)
 
 
 def _user_name(number: int) -> str:

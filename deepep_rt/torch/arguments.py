@@ -8,7 +8,7 @@ import torch
 
 from .._checks import argument_error, flag, instance
 from ..arrays.dtypes import FP8_GROUP
-from ..arrays.frameworks import not_dense
+from ..arrays.frameworks import check_dense
 from ..buffer import Buffer
 from ..config import COMBINE_DTYPES
 from ..errors import EPInputError
@@ -18,8 +18,13 @@ from .tensor_ops import FLOATS
 def check_tensor(value: Any, name: str, required: bool) -> None:
     if not isinstance(value, torch.Tensor) and (required or value is not None):
         raise argument_error(value, name, "a torch.Tensor", "Pass other arrays to Buffer.dispatch and Buffer.combine.")
-    if value is not None and (value.layout is not torch.strided or value.is_nested):
-        raise not_dense(value, name)
+    if value is not None:
+        check_dense(value, name)
+
+
+def check_dims(tensor: torch.Tensor, name: str, dims: tuple[str, ...]) -> None:
+    if tensor.dim() != len(dims):
+        raise EPInputError(f"{name}.shape={list(tensor.shape)}; expected [{', '.join(dims)}]. Pass a tensor of that shape.")
 
 
 def check_buffer(buffer: Any) -> None:

@@ -168,6 +168,8 @@ def combine(
     fp8_grad = check_fp8(buffer, fp8_grad, "fp8_grad")
     check_tensor(topk_weights, "topk_weights", required=False)
     biases = () if bias is None else bias if isinstance(bias, (tuple, list)) else (bias,)
+    for number, tensor in enumerate(biases):
+        check_tensor(tensor, f"bias[{number}]", required=True)
     if torch.compiler.is_compiling() or isinstance(handle, TracedHandle):
         return traced_combine(buffer, x, handle, topk_weights, biases, fp8_grad, reduce, compress)
     tie = handle.link.of_this_graph() if isinstance(handle, Handle) else TIE

@@ -14,10 +14,10 @@ from torch import Tensor
 from ..arrays.dtypes import FP8_GROUP
 from ..backends.array_checks import as_view
 from ..backends.calls import LowLatencyMemory
-from ..backends.low_latency_inputs import low_latency_dispatch_inputs
+from ..backends.low_latency_inputs import form_of_combine, form_of_dispatch, low_latency_dispatch_inputs
 from ..buffer import Buffer, backend_of, buffer_of, info_of
 from ..errors import EPInputError
-from .arguments import check_buffer, check_tensor
+from .arguments import check_buffer, check_dims, check_tensor
 from .operators import operator
 
 
@@ -88,13 +88,13 @@ def low_latency_dispatch(
     check_buffer(buffer)
     for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         check_tensor(tensor, name, required=name != "topk_weights")
-    serial, num_experts = info_of(buffer).serial, buffer.config.num_local_experts
-    recv_x, scales, tables = torch.ops.deepep_rt.low_latency_dispatch(
-        x, topk_idx, topk_weights, serial, use_fp8, round_scale, use_ue8m0
-    )
-    first = backend_of(buffer, low_latency=True).tables.low_latency_counts.start
-    handle = LowLatencyHandle(tables, x.shape[0], topk_weights is not None, serial)
-    return LowLatencyDispatched(recv_x, scales if use_fp8 else None, tables[first : first + num_experts], handle)
+    backend, info, num_experts = backend_of(buffer, low_latency=True), info_of(buffer), buffer.config.num_local_experts
+    form = form_of_dispatch(info, use_fp8, round_scale, use_ue8m0)  # an operator converts flags, or raises an error of PyTorch
+    check_dims(x, "x", ("num_tokens", "hidden"))
+    recv_x, scales, tables = torch.ops.deepep_rt.low_latency_dispatch(x, topk_idx, topk_weights, info.serial, *form)
+    first = backend.tables.low_latency_counts.start
+    handle = LowLatencyHandle(tables, x.shape[0], topk_weights is not None, info.serial)
+    return LowLatencyDispatched(recv_x, scales if form[0] else None, tables[first : first + num_experts], handle)
 
 
 def low_latency_combine(
@@ -131,13 +131,14 @@ def low_latency_combine(
         >>> out = low_latency_combine(buffer, y, topk_idx, topk_weights, sent.handle)
     """
     check_buffer(buffer)
+    reduce_early, compress = form_of_combine(info_of(buffer), allow_multiple_reduction, None, compress)
     for name, tensor in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         check_tensor(tensor, name, required=True)
     if not isinstance(handle, LowLatencyHandle):
         raise EPInputError("handle is not that of deepep_rt.torch.low_latency_dispatch; expected its .handle. Pass it as it is")
     if handle.buffer_serial != info_of(buffer).serial:
         raise EPInputError("handle is of another Buffer; expected one of this Buffer's low_latency_dispatch. Call that Buffer")
-    sizes = (handle.buffer_serial, handle.num_tokens, handle.has_weights, allow_multiple_reduction, compress)
+    sizes = (handle.buffer_serial, handle.num_tokens, handle.has_weights, reduce_early, compress)
     return torch.ops.deepep_rt.low_latency_combine(x, topk_idx, topk_weights, handle.tables, *sizes)
 
 
@@ -232,7 +233,7 @@ def _(
     reduce_early: bool,
     compress: str | None,
 ) -> Tensor:
-    return x.new_empty(num_tokens, x.shape[2])
+    return x.new_empty(num_tokens, buffer_of(buffer).config.hidden)
 
 
 def _refuse(ctx: Any, *grads: Any) -> NoReturn:

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.inputs import compression
+from .._checks import choice, whole_number
+from ..backends.inputs import check_worst, compression
 from ..buffer import Buffer, buffer_of, info_of
+from ..config import MAX_ALIGNMENT
 from ..errors import EPInputError
+from .arguments import check_dims
 from .call_purposes import backward_of, numbered
 from .handles import TIE, TracedHandle, check_traced, handle_of, tensor_of
 from .tensor_ops import FLOATS, aligned, dot_rows, dtype_of_gradient, received_rows, to_fp8
@@ -85,9 +88,9 @@ def _(
     num_rows = torch.library.get_ctx().new_dynamic_size() if num_worst_tokens is None else num_worst_tokens
     by_expert = layout == "expert"
     whole, number = dict(dtype=torch.int32), dict(dtype=torch.float32)
-    of_row = (num_rows,) if by_expert else (num_rows, topk_idx.shape[1])
+    of_row = (num_rows,) if by_expert else (num_rows, *topk_idx.shape[1:])  # the call refuses a wrong shape
     return (
-        x.new_empty(num_rows, x.shape[1]),
+        x.new_empty(num_rows, *x.shape[1:]),
         x.new_empty(config.num_local_experts + 1, **whole) if by_expert else topk_idx.new_empty(of_row),
         x.new_empty(of_row if topk_weights is not None else 0, **number),
         x.new_empty(1, **whole),
@@ -161,7 +164,7 @@ def _(
     num_tokens: int,
     *_: Any,
 ) -> Tensor:
-    return x.new_empty(num_tokens, x.shape[1])
+    return x.new_empty(num_tokens, *x.shape[1:])
 
 
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -274,7 +277,11 @@ def traced_dispatch(
     reduce: str,
 ) -> tuple[Any, ...]:
     """Add a dispatch to the graph. Return the fields of `Dispatched`."""
-    serial = info_of(buffer).serial
+    info = info_of(buffer)
+    serial = info.serial
+    check_dims(x, "x", ("num_tokens", "hidden"))
+    layout = None if layout is None else choice(layout, "layout", ("token", "expert"))
+    expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MAX_ALIGNMENT)
     if handle is not None:
         check_traced(handle)
         sizes_given = num_worst_tokens is not None or expert_alignment != 1
@@ -288,6 +295,8 @@ def traced_dispatch(
     if topk_idx is None:
         raise EPInputError("topk_idx=None without handle; expected one of them. Pass the routing")
     layout = layout or "token"
+    if num_worst_tokens is not None:
+        num_worst_tokens = check_worst(info.config, num_worst_tokens, layout, expert_alignment)
     recv_x, experts, weights, num_recv, per_expert, tensor = torch.ops.deepep_rt.dispatch(
         x, TIE, topk_idx, topk_weights, serial, num_worst_tokens, expert_alignment, layout, fp8, reduce
     )
@@ -308,6 +317,7 @@ def traced_combine(
 ) -> Any:
     """Add a combine to the graph."""
     check_traced(handle)
+    reduce = choice(reduce, "reduce", ("rank", "topk"))
     if len(biases) > 2:
         raise EPInputError(f"len(bias)={len(biases)}; expected at most 2 tensors. Add them up first")
     bias_0, bias_1 = (*biases, None, None)[:2]

@@ -143,6 +143,11 @@ def test_a_wrong_variable_on_rank_0_is_an_error_on_all_ranks(folder: Path, monke
             (1, TOPOLOGY, {**dataclasses.asdict(RATES), "far_latency_s": float("nan")}),
             (1, TOPOLOGY, {**dataclasses.asdict(RATES), "far_latency_s": "fast"}),
             (1, TOPOLOGY, {"near_latency_s": 1.0}),
+            (1, TOPOLOGY, {**dataclasses.asdict(RATES), "far_bytes_per_s": 10**400}),
+            (1, TOPOLOGY, {**dataclasses.asdict(RATES), "far_bytes_per_s": 1e300}),
+            (1, TOPOLOGY, {**dataclasses.asdict(RATES), "near_bytes_per_s": True}),
+            (1, TOPOLOGY, {**dataclasses.asdict(RATES), "more": 1.0}),
+            (True, TOPOLOGY, dataclasses.asdict(RATES)),
         )
     ],
 )
@@ -152,7 +157,7 @@ def test_other_files_are_ignored(folder: Path, caplog: pytest.LogCaptureFixture,
     (file,) = folder.iterdir()
     file.write_text(text)
     assert saved_rates.load(TOPOLOGY) is None
-    assert f"{file} is ignored" in caplog.text
+    assert f"{file} is ignored: it is not one that this version wrote" in caplog.text
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

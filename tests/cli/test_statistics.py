@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import stat
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("typer")
 
-from deepep_rt import CallStatistics, PoolUse, Statistics
+from deepep_rt import CallStatistics, PoolUse, Statistics, _statistics_files
 from deepep_rt._statistics_files import Snapshot
 from deepep_rt.cli import app as cli
 from deepep_rt.cli import slow_ranks
 from deepep_rt.cli import statistics as command
 from deepep_rt.cli.slow_ranks import judge, rates_of
+from deepep_rt.jit import trusted_files
 
 NOW, SECONDS = 1000.0, 5.0
 
@@ -187,3 +191,124 @@ def test_a_folder_without_files(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 def test_no_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, err = run(capsys, str(tmp_path / "none"), status=1)
     assert "none is no folder; expected the one that DEEPEP_RT_STATISTICS of the job names" in err
+
+
+def damaged(**changes: Any) -> str:
+    return json.dumps({**dataclasses.asdict(snapshot(0, [0, 0])), "format": 1, **changes})
+
+
+def with_numbers(**changes: Any) -> str:
+    return damaged(now={**dataclasses.asdict(snapshot(0, [0, 0]).now), **changes})
+
+
+CALLS = dict(calls=0, rows_sent=0, rows_received=0, bytes_sent=0, bytes_received=0, wait_s=[0, 0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        damaged(num_ranks=-1),
+        damaged(num_ranks="x"),
+        damaged(num_ranks=True),
+        damaged(num_ranks=1),  # fewer than the waits
+        damaged(host=7),
+        damaged(host="x\x1b]0;title\x07"),
+        damaged(buffer="x\x1b[2J"),
+        damaged(buffer="\u202eright to left"),
+        damaged(written_at=None),
+        damaged(written_at=float("nan")),
+        damaged(has_ended=0),
+        damaged(now=[]),
+        damaged(more=1),
+        with_numbers(rank=2),
+        with_numbers(seconds="x"),
+        with_numbers(seconds=-1.0),
+        with_numbers(rows_by_expert=[None]),
+        with_numbers(pool={}),
+        with_numbers(dispatch={**CALLS, "calls": None}),
+        with_numbers(dispatch={**CALLS, "calls": -1}),
+        with_numbers(dispatch={**CALLS, "bytes_sent": 10**400}),
+        with_numbers(dispatch={**CALLS, "wait_s": []}),
+        with_numbers(dispatch={**CALLS, "wait_s": [0, float("inf")]}),
+        "[" * 200_000,
+        "1" * 5000,
+        "\x00",
+    ],
+    ids=lambda text: text[-60:],
+)
+def test_damaged_files_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str) -> None:
+    write(tmp_path, job(*SLOW))
+    (tmp_path / "x.json").write_text(text)
+    for words in ((), ("--json",)):
+        out, err = run(capsys, str(tmp_path), *words)
+        assert "rank 2 is slow" in out
+        assert err == "x.json: no file of statistics of this version\n"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        os.mkfifo,
+        Path.mkdir,
+        lambda path: path.symlink_to(path.name),
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: path.symlink_to("job-1-rank0.json"),
+    ],
+    ids=["FIFO", "folder", "link to itself", "/dev/zero", "link"],
+)
+def test_only_regular_files_are_read(capsys: pytest.CaptureFixture[str], tmp_path: Path, make: Any) -> None:
+    write(tmp_path, job(*SLOW))
+    make(tmp_path / "x.json")
+    out, err = run(capsys, str(tmp_path))
+    assert "rank 2 is slow" in out
+    assert err == "x.json: no file of statistics of this version (it cannot be read: it is no regular file)\n"
+
+
+def test_names_of_files_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in (b"x\x1b[2J\n.json", b"\xff.json"):
+        Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name))).write_text("{}")
+    _, err = run(capsys, str(tmp_path))
+    assert [line.partition(":")[0] for line in err.splitlines()] == ["x\\x1b[2J\\n.json", "\\udcff.json"]
+
+
+def test_files_that_are_too_large(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, job(*SLOW))
+    monkeypatch.setattr(_statistics_files, "_MAX_BYTES", 100)
+    assert run(capsys, str(tmp_path))[1].count("(it has more than 100 bytes)") == 3
+
+
+def test_files_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of the folder is trusted too, so that a user can follow the job of another one."""
+    write(tmp_path, job(*SLOW))
+    real = trusted_files.status_of
+    owners = {"folder": 1001, "file": 1001}
+
+    def status_of(number: int) -> Any:
+        found = real(number)
+        uid = owners["folder" if stat.S_ISDIR(found.st_mode) else "file"]
+        return SimpleNamespace(st_uid=uid, st_gid=1001, st_mode=found.st_mode)
+
+    monkeypatch.setattr(trusted_files, "status_of", status_of)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert len(_statistics_files.read(tmp_path)[0]) == 3
+    owners["file"] = 1002
+    found, unknown = _statistics_files.read(tmp_path)
+    assert (found, unknown[0]) == ([], ("job-1-rank0.json", "user 1002 owns it"))
+
+
+def test_files_of_one_name_that_differ_in_their_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write(tmp_path, job(*SLOW))
+    (tmp_path / "other.json").write_text(json.dumps({**dataclasses.asdict(snapshot(0, [0.0])), "format": 1}))
+    out, _ = run(capsys, str(tmp_path))
+    assert out.count("Buffer job-1, over") == 2
+    assert "rank 2 is slow" in out
+
+
+def test_a_folder_that_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert f"{tmp_path} cannot be read: Permission denied" in run(capsys, str(tmp_path), status=1)[1]

@@ -44,9 +44,31 @@ def test_the_environment_sets_the_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert KernelCache().folder == tmp_path / "chosen"
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for base, folder in ((str(tmp_path / "base"), tmp_path / "base"), ("", tmp_path / "home" / ".cache")):
+    home = tmp_path / "home" / ".cache"
+    for base, folder in (
+        (str(tmp_path / "base"), tmp_path / "base"),
+        ("", home),
+        ("base", home),
+        ("./base", home),
+        ("~/base", home),
+    ):
         monkeypatch.setenv("XDG_CACHE_HOME", base)
         assert KernelCache().folder == folder / "deepep_rt"
+
+
+@pytest.mark.parametrize("home", ["", "home", "."])
+def test_an_empty_or_relative_home_counts_as_unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    """Otherwise each folder in which a program starts gets a cache."""
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    accounts = {os.getuid(): SimpleNamespace(pw_dir=str(tmp_path))}
+    monkeypatch.setattr(pwd, "getpwuid", accounts.__getitem__)
+    for chosen, folder in (("", tmp_path / ".cache" / "deepep_rt"), ("~/x/y", tmp_path / "x" / "y"), ("~", tmp_path)):
+        monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", chosen)
+        assert KernelCache().folder == folder
+    accounts[os.getuid()].pw_dir = ""
+    with pytest.raises(EPConfigError, match="no home folder"):
+        KernelCache()
 
 
 def test_a_missing_home_folder_raises(monkeypatch: pytest.MonkeyPatch) -> None:

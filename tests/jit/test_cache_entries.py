@@ -89,6 +89,8 @@ def test_an_entry_without_metadata_is_corrupt(cache: KernelCache, text: bytes) -
         ("constants", {"\x1b": 1}),
         ("bytes", -1),
         ("bytes", True),
+        ("bytes", 10**400),
+        ("compile_seconds", 10**400),
         ("registers", "ten"),
         ("spill_loads", 1.5),
         ("dynamic_shared_bytes", None),
@@ -122,7 +124,7 @@ def test_an_entry_with_a_wrong_length_is_corrupt(cache: KernelCache) -> None:
     assert reason(cache) == "it is the entry of another kernel"
     for length in (0, 2**64 - 1, len(text) - 1):
         rewrite(cache, text, length=length)
-        assert reason(cache) == "its description is no JSON"
+        assert reason(cache) == "its description is no JSON object"
     rewrite(cache, text)
     assert cache.get("sm_90", KEY) == entry()
 

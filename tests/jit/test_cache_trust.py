@@ -12,7 +12,6 @@ import pytest
 from entries import KEY, OTHER, entry, file_of, reason
 
 from deepep_rt import EPCacheError
-from deepep_rt.jit import cache as cache_module
 from deepep_rt.jit.cache import KernelCache
 
 
@@ -39,8 +38,7 @@ def set_owner(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         status = path.stat()
         owners[status.st_dev, status.st_ino] = user
 
-    for module in (trusted_files, cache_module):
-        monkeypatch.setattr(module, "status_of", status_of)
+    monkeypatch.setattr(trusted_files, "status_of", status_of)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for path in (cache.folder, cache.folder / "sm_90", file_of(cache)):
         give(path, 1000)

@@ -10,7 +10,7 @@ from generated_configs import configs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepep_rt import Buffer, EPConfigError
+from deepep_rt import Buffer, EPConfigError, _env
 from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.config import MAX_ROW_BYTES, MAX_TIMEOUT_S, Config, declared_ranks_per_node, rows_per_copy
 from deepep_rt.kernels.tuning import arch_number, combine_constants, tuning
@@ -91,9 +91,14 @@ def test_timeout_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "1.5")
     assert Config(**GOOD).timeout_s == 1.5
     assert Config(**GOOD, timeout_s=7).timeout_s == 7
-    monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", "soon")
-    with pytest.raises(EPConfigError, match="DEEPEP_RT_TIMEOUT_S='soon'; expected a number of seconds"):
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "inf", "-1", "0", "1e10", "1" * 5000])
+def test_a_wrong_timeout_of_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("DEEPEP_RT_TIMEOUT_S", text)
+    with pytest.raises(EPConfigError, match=r"DEEPEP_RT_TIMEOUT_S='.*; expected a number of seconds, 1e") as caught:
         Config(**GOOD)
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize(("text", "num_ranks", "node"), [("2", 8, 2), ("8", 4, 4), ("4", 4, 4), ("1", 3, 1), ("", 4, None)])
@@ -108,6 +113,8 @@ def test_nodes_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, nu
         ("two", "='two'; expected a number of ranks"),
         ("0", "='0'; expected a number of ranks"),
         ("²", "='²'; expected a number of ranks"),
+        ("1" * 4301, "='1111.*; expected a number of ranks"),
+        ("1" * 19, "='1111.*; expected a number of ranks"),
         ("4", r"=4; expected a divisor of the number of ranks \(6\)"),
     ],
 )
@@ -115,6 +122,13 @@ def test_wrong_nodes_of_the_environment(monkeypatch: pytest.MonkeyPatch, text: s
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", text)
     with pytest.raises(EPConfigError, match="DEEPEP_RT_RANKS_PER_NODE" + message):
         declared_ranks_per_node(6)
+
+
+@pytest.mark.parametrize("text", ["²", "1" * 4301, "-1", "x"])
+def test_wrong_variables_of_launchers_are_ignored(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_RANK", *(name for _, *names in _env._LAUNCHERS for name in names)):
+        monkeypatch.setenv(name, text)
+    assert (_env.world_size(), _env.local_rank(), _env.launch()) == (0, None, None)
 
 
 def test_a_buffer_takes_the_nodes_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,13 @@ def test_environment():
         ({"nics": "mlx5_0:1"}, ["nics='mlx5_0:1'", "['mlx5_0:1', 'mlx5_1:1']"]),
         ({"nics": ["mlx5_0"]}, ["nics=['mlx5_0']"]),
         ({"nics": ["mlx5_0:1:1"]}, ["nics=['mlx5_0:1:1']"]),
+        ({"nics": ["mlx5_0,mlx5_1:1"]}, ["nics=['mlx5_0,mlx5_1:1']"]),
+        ({"nics": ["^mlx5_0:1"]}, ["nics=['^mlx5_0:1']"]),
+        ({"nics": ["\ud800:1"]}, ["nics=['\\ud800:1']"]),
+        ({"nics": ["\0:1"]}, ["nics=['\\x00:1']"]),
+        ({"nics": ["mlx5_0:" + "1" * 5000]}, ["nics=['mlx5_0:1"]),
+        ({"bootstrap_interface": "\ud800"}, ["bootstrap_interface='\\ud800'", "eth0"]),
+        ({"bootstrap_interface": "eth0\0"}, ["bootstrap_interface='eth0\\x00'", "eth0"]),
         ({"bootstrap_interface": ""}, ["bootstrap_interface=''", "eth0"]),
     ],
 )
