@@ -267,4 +267,4 @@ def _flag(name: str, expected: str = "0 or 1") -> bool:
         return False
     if text in ("1", "true", "yes", "on"):
         return True
-    raise EPConfigError(f"{name}={text!r}; expected {expected}. Set one of them.")
+    raise argument_error(text, name, expected, "Set one of them.", EPConfigError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._buffer_base import BufferBase
-from ._checks import flag, seconds, whole_number
+from ._checks import argument_error, flag, seconds, whole_number
 from .arrays.dtypes import DTYPES
 from .config import MAX_TIMEOUT_S, ROW_ALIGNMENT, dtype_name
 from .errors import EPInputError
@@ -57,10 +57,8 @@ class TuningCalls(BufferBase):
         num_tokens = most if num_tokens is None else whole_number(num_tokens, "num_tokens", 1, most)
         name = config.dtype if dtype is None else dtype_name(dtype)
         if not isinstance(name, str) or name not in DTYPES or (config.hidden * DTYPES[name].itemsize) % ROW_ALIGNMENT:
-            raise EPInputError(
-                f"dtype={dtype!r}; expected an element type whose rows have a multiple of {ROW_ALIGNMENT} bytes, one of "
-                f"{', '.join(DTYPES)}. Pass one of them."
-            )
+            expected = f"an element type whose rows have a multiple of {ROW_ALIGNMENT} bytes, one of {', '.join(DTYPES)}"
+            raise argument_error(dtype, "dtype", expected, "Pass one of them.")
         if config.hidden * DTYPES[name].itemsize > config.row_bytes:
             raise EPInputError(
                 f"dtype={name!r}; expected rows no wider than those of {config.dtype}, the Buffer's. Pass such a type."

@@ -10,7 +10,7 @@ import torch
 
 from .. import _env
 from .. import buffer as _core
-from .._checks import flag, whole_number
+from .._checks import argument_error, flag, format_value, instance, whole_number
 from ..backends.agreement import creation_comm, creation_timeout_s
 from ..comm.communicator import Communicator
 from ..comm.convert import communicator_of
@@ -18,7 +18,7 @@ from ..comm.failure_notice import FailureNotice
 from ..comm.making import making
 from ..config import MAX_SMS, declared_ranks_per_node
 from ..cuda.topology import ranks_per_host
-from ..errors import EPConfigError, EPInputError, EPUnavailableError
+from ..errors import EPConfigError, EPUnavailableError
 from ..network import NetworkOptions
 from ..torch.process_group import communicator
 from .base import BufferState
@@ -234,20 +234,26 @@ class Buffer(NormalCalls, LowLatencyCalls):
             >>> buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_()
         """
         self._state.check_live()
-        if not isinstance(dtype, torch.dtype):
-            raise EPInputError(f"dtype={dtype!r}; expected a torch.dtype. Pass one.")
-        if not use_rdma_buffer or (size is not None and torch.Size(size).numel()):
+        instance(dtype, "dtype", torch.dtype, "Pass one.")
+        shape = [0] if size is None else _shape_of(size)
+        if not flag(use_rdma_buffer, "use_rdma_buffer") or 0 not in shape:
             raise EPUnavailableError(
-                f"get_local_buffer_tensor: use_rdma_buffer={use_rdma_buffer!r} and size={size}; expected True and no elements. Call "
-                f"get_next_low_latency_combine_buffer for rows that combine reads without a copy."
+                f"get_local_buffer_tensor: use_rdma_buffer={use_rdma_buffer} and size={format_value(shape)}; expected True and no elements. "
+                f"Call get_next_low_latency_combine_buffer for rows that combine reads without a copy."
             )
         self._state.low_latency_buffers()
-        return torch.empty(size or 0, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+        return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
     @property
     def runtime(self) -> Runtime | None:
         """The methods of DeepEP's C++ object. None after `destroy`."""
         return None if self._state.is_destroyed else Runtime(self._state)
+
+
+def _shape_of(size: Any) -> list[int]:
+    if not isinstance(size, (tuple, list)):
+        raise argument_error(size, "size", "a shape such as [0, 128]", "Pass one, or None.")
+    return [whole_number(extent, "size", 0, MOST_BYTES) for extent in size]
 
 
 def placement(ranks: Communicator) -> tuple[int, bool]:

@@ -113,6 +113,19 @@ def _flag(r: random.Random) -> Any:
     return _scalar(r) if r.random() < 0.6 else r.choice([None, 2, -1, 0.0, 1.0, np.int8(3), "False", "yes"])
 
 
+def _seconds(r: random.Random) -> Any:
+    """Return a value that no argument accepts as a time."""
+    good = (float, int, np.floating, np.integer)
+    while isinstance(wrong := _number(r), good) and not isinstance(wrong, bool) and 0 < wrong <= 1e9:
+        pass
+    return wrong
+
+
+def _word(r: random.Random) -> Any:
+    """Return a value that no argument accepts as a word."""
+    return _scalar(r) if r.random() < 0.6 else r.choice(["Token", "TOPK", "fp4", "rank ", b"topk", b"fp8", "\ud800", 0, 1, True])
+
+
 def _stream(r: random.Random) -> Any:
     return _scalar(r) if r.random() < 0.6 else r.choice([True, -1, 1 << 64, 7.0, np.float32(7)])
 
@@ -121,6 +134,8 @@ WRONG: dict[str, Callable[[random.Random], Any]] = {
     "number": _number,
     "bytes": _bytes,
     "flag": _flag,
+    "word": _word,
+    "seconds": _seconds,
     "stream": _stream,
     "any": _scalar,
     "handle": lambda r: _scalar(r) if r.random() < 0.7 else r.choice([0, 7, True]),
