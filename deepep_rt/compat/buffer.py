@@ -10,7 +10,7 @@ import torch
 
 from .. import _env
 from .. import buffer as _core
-from .._checks import argument_error, flag, format_value, instance, whole_number
+from .._checks import argument_error, flag, instance, whole_number
 from ..backends.agreement import creation_comm, creation_timeout_s
 from ..comm.communicator import Communicator
 from ..comm.convert import communicator_of
@@ -238,7 +238,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
         shape = [0] if size is None else _shape_of(size)
         if not flag(use_rdma_buffer, "use_rdma_buffer") or 0 not in shape:
             raise EPUnavailableError(
-                f"get_local_buffer_tensor: use_rdma_buffer={use_rdma_buffer} and size={format_value(shape)}; expected True and no elements. "
+                f"get_local_buffer_tensor: use_rdma_buffer={use_rdma_buffer} and size={shape[:4]}; expected True and no elements. "
                 f"Call get_next_low_latency_combine_buffer for rows that combine reads without a copy."
             )
         self._state.low_latency_buffers()
