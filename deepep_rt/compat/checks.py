@@ -7,12 +7,16 @@ from typing import Any, TypeAlias
 import torch
 
 from .._checks import argument_error, instance
+from ..arrays.dtypes import DTYPES
 from ..arrays.frameworks import check_dense
 from ..config import MAX_TOPK
 from ..errors import EPInputError
 
 Tensors: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Rows; FP8 rows come with their scales."""
+
+
+_MOST_ITEMSIZE = DTYPES["float32"].itemsize  # of the widest Buffers
 
 
 def backend_for(x: torch.Tensor) -> str:
@@ -32,10 +36,16 @@ def check_tensor(x: Any, name: str) -> None:
 
 
 def check_rows(x: Any) -> None:
-    """Raise EPInputError unless `x` is a dense tensor with two dimensions."""
+    """Raise EPInputError unless `x` is a dense tensor with two dimensions whose rows a Buffer can send.
+
+    For another dtype this rank would make a Buffer alone.
+    """
     check_tensor(x, "x")
     if x.dim() != 2:
         raise EPInputError(f"x.shape={list(x.shape)}; expected [num_tokens, hidden]. Reshape it.")
+    if (kind := DTYPES.get(str(x.dtype).removeprefix("torch."))) is None or kind.itemsize > _MOST_ITEMSIZE:
+        allowed = [name for name, kind in DTYPES.items() if kind.itemsize <= _MOST_ITEMSIZE]
+        raise EPInputError(f"x.dtype={x.dtype}; expected one of {', '.join(allowed)}. Convert it.")
 
 
 def check_choices(topk_idx: torch.Tensor) -> None:

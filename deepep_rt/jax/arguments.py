@@ -66,8 +66,8 @@ def as_int32(topk_idx: Any) -> jax.Array:
     return topk_idx.astype(jnp.int32) if topk_idx.dtype == jnp.int64 else topk_idx
 
 
-def traced_view(buffer: Buffer, array: jax.Array) -> View:
+def traced_view(buffer: Buffer, array: jax.Array, name: str) -> View:
     """Return a View without an address, so that `backends.inputs` checks the shape and dtype of a traced array."""
     if array.dtype.name not in DTYPES:
-        raise EPInputError(f"dtype={array.dtype.name}; expected one of {', '.join(DTYPES)}. Convert the array.")
+        raise EPInputError(f"{name}.dtype={array.dtype.name}; expected one of {', '.join(DTYPES)}. Convert the array.")
     return View(0, array.shape, array.dtype.name, info_of(buffer).device, None, NO_FRAMEWORK)

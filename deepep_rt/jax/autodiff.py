@@ -142,8 +142,8 @@ def dispatch(
     rows = most if num_worst_tokens is None else whole_number(num_worst_tokens, "num_worst_tokens", 0, most)
     x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = None if topk_weights is None else as_array(topk_weights, "topk_weights")
-    weights_view = None if weights is None else traced_view(buffer, weights)
-    x_view, idx_view = traced_view(buffer, x), traced_view(buffer, topk_idx)
+    weights_view = None if weights is None else traced_view(buffer, weights, "topk_weights")
+    x_view, idx_view = traced_view(buffer, x, "x"), traced_view(buffer, topk_idx, "topk_idx")
     dispatch_inputs(info_of(buffer), None, x_view, idx_view, weights_view, None, None, rows, expert_alignment, layout)
     return _dispatch(buffer, _Form(rows, layout, expert_alignment, reduce), x, topk_idx, weights, token_of(after))
 
@@ -285,8 +285,8 @@ def _combine_rows(
     """Combine rows, and weights unless they are None or multiply the rows. Return the token and the sums."""
     config, tokens = buffer.config, handle.num_tokens
     known = DispatchHandle(*_sizes(handle), None, handle.buffer, None, {}, layout=handle.layout)
-    views = [None if array is None else traced_view(buffer, array) for array in (x, weights)]
-    combine_inputs(info_of(buffer), None, views[0], known, views[1], None, weighted, *how)
+    weights_view = None if weights is None else traced_view(buffer, weights, "topk_weights")
+    combine_inputs(info_of(buffer), None, traced_view(buffer, x, "x"), known, weights_view, None, weighted, *how)
     returned = [] if weights is None or weighted else [((tokens, config.num_topk), jnp.float32)]
     shapes = [((tokens, x.shape[1]), x.dtype), *returned]
     given = [handle.tables, x] + ([] if weights is None else [weights])

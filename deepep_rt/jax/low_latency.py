@@ -99,7 +99,8 @@ def low_latency_dispatch(
     backend_of(buffer, low_latency=True)
     x, topk_idx = tokens_and_indices(x, topk_idx)
     weights = [] if topk_weights is None else [as_array(topk_weights, "topk_weights")]
-    views = [traced_view(buffer, array) for array in (x, topk_idx, *weights)]
+    given = zip((x, topk_idx, *weights), ("x", "topk_idx", "topk_weights"), strict=False)
+    views = [traced_view(buffer, array, name) for array, name in given]
     inputs = low_latency_dispatch_inputs(
         info_of(buffer), None, views[0], views[1], views[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
     )
@@ -145,7 +146,7 @@ def low_latency_combine(
         raise argument_error(handle, "handle", "the .handle of deepep_rt.jax.low_latency_dispatch", "Pass it as it is.")
     given = [as_array(x, "x"), as_int32(topk_idx), as_array(topk_weights, "topk_weights")]
     known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, NO_FRAMEWORK)
-    y, idx, weights = (traced_view(buffer, array) for array in given)
+    y, idx, weights = (traced_view(buffer, *pair) for pair in zip(given, ("x", "topk_idx", "topk_weights"), strict=True))
     low_latency_combine_inputs(info_of(buffer), None, y, idx, weights, known, allow_multiple_reduction, None, None, compress)
     sizes = (handle.num_tokens, handle.has_weights, allow_multiple_reduction, compress)
     return _without_gradient(

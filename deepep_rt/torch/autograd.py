@@ -103,6 +103,7 @@ def dispatch(
         check_tensor(tensor, name, required=name == "x")
     fp8 = check_fp8(buffer, fp8, "fp8")
     check_differentiable(x, fp8)
+    layout = None if layout is None else choice(layout, "layout", ("token", "expert"))
     by_expert = layout == "expert" or (
         layout is None and isinstance(handle, DispatchHandle | TracedHandle) and handle.layout == "expert"
     )

@@ -280,7 +280,6 @@ def traced_dispatch(
     info = info_of(buffer)
     serial = info.serial
     check_dims(x, "x", ("num_tokens", "hidden"))
-    layout = None if layout is None else choice(layout, "layout", ("token", "expert"))
     expert_alignment = whole_number(expert_alignment, "expert_alignment", 1, MAX_ALIGNMENT)
     if handle is not None:
         check_traced(handle)

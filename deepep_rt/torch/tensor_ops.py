@@ -17,6 +17,7 @@ from ..arrays.dtypes import FP8_GROUP
 from ..arrays.number_formats import MAX_E4M3, MIN_AMAX
 from ..buffer import Buffer
 from ..config import COMBINE_DTYPES, ROW_ALIGNMENT
+from ..errors import EPInputError
 from ..jit import current_gpu
 from ..kernels.tuning import has_fp8
 from ..results import DispatchResult
@@ -48,7 +49,15 @@ def to_fp8(rows: Any) -> tuple[Any, Any]:
 
     Kernels convert as `arrays.number_formats.to_fp8` does. PyTorch's operators divide, which may round differently. With them, a NaN
     spreads over its 128 channels.
+
+    Raises:
+        EPInputError: if the rows have no whole groups of channels. The Buffer checks the rest.
     """
+    if rows.dim() != 2 or rows.shape[1] % FP8_GROUP:
+        raise EPInputError(
+            f"x.shape={list(rows.shape)}; expected [num_tokens, hidden], and a multiple of {FP8_GROUP} channels for FP8. Pass rows of this "
+            f"Buffer's hidden"
+        )
     if not _has_kernels(rows):
         groups = rows.contiguous().unflatten(-1, (rows.shape[-1] // FP8_GROUP, FP8_GROUP))
         amax = torch.linalg.vector_norm(groups, math.inf, dim=-1)  # in one pass

@@ -29,6 +29,22 @@ def wrong_tensor(r: random.Random, good: Any) -> Any:
     return wrong_array(r, np.zeros(shape, np.float32))
 
 
+def _wrong_fp8_rows(r: random.Random, good: Any) -> Any:
+    """Rows that are not contiguous become contiguous when they are converted."""
+    while (
+        isinstance(wrong := wrong_tensor(r, good), torch.Tensor) and wrong.shape == good.shape and wrong.layout is torch.strided
+    ):
+        pass
+    return wrong
+
+
+def _wrong_v1_rows(r: random.Random, good: Any) -> Any:
+    """Rows of another width are a call of another Buffer."""
+    while isinstance(wrong := wrong_tensor(r, good), torch.Tensor) and wrong.dim() == 2 and wrong.shape != good.shape:
+        pass
+    return wrong
+
+
 def _wrong_jax_array(r: random.Random, good: Any) -> Any:
     wrong = wrong_array(r, np.zeros(good.shape, np.float32))
     if isinstance(wrong, (list, tuple, np.ndarray, float, np.generic)) and not isinstance(wrong, np.ma.MaskedArray):
@@ -54,7 +70,8 @@ def torch_calls(buffer: Buffer, tensors: dict[str, Any]) -> list[Call]:
     return [
         Call("torch.dispatch", ep_torch.dispatch, given, {**wrong, **options, "handle": "handle"}),
         Call("torch.dispatch, expert", ep_torch.dispatch, {**given, "layout": "expert"}, {**wrong, **options, "handle": "handle"}),
-        Call("torch.dispatch, FP8", ep_torch.dispatch, {**given, "fp8": True}, {**wrong, **options, "handle": "handle"}),
+        Call("torch.dispatch, FP8", ep_torch.dispatch, {**given, "fp8": True},
+             {**wrong, "x": _wrong_fp8_rows, **options, "handle": "handle"}),
         Call("torch.combine", ep_torch.combine, back, {"buffer": "any", "x": wrong_tensor, "bias": wrong_tensor, **forms, **handles}),
         Call("torch.combine, expert", ep_torch.combine, weighted,
              {"buffer": "any", "x": wrong_tensor, "topk_weights": wrong_tensor, **forms, **handles}),
@@ -112,7 +129,7 @@ def v1_calls(v1: Any, x: Any, layout: dict[str, Any], weights: Any) -> list[Call
     sizes_error = EPInputError, EPConfigError  # compat makes a Buffer for the sizes of a call
     return [
         Call("compat.dispatch", v1.dispatch, {"x": x, **layout},
-             {"x": wrong_tensor, "num_tokens_per_expert": _wrong_counts, "is_token_in_rank": "any", "expert_alignment": "number",
+             {"x": _wrong_v1_rows, "num_tokens_per_expert": _wrong_counts, "is_token_in_rank": "any", "expert_alignment": "number",
               "num_worst_tokens": "any", **options}, sizes_error),
         Call("compat.get_dispatch_layout", v1.get_dispatch_layout, {"topk_idx": layout["topk_idx"], "num_experts": num_experts},
              {"topk_idx": "any", "num_experts": "number", "previous_event": "any", "async_finish": "flag"}),

@@ -126,7 +126,7 @@ def _other_calls(buffer: Buffer) -> list[Call]:
     }
     of_sizes = inspect.signature(Buffer.size_hint).parameters
     set_num_sms = partial(setattr, buffer, "num_sms")
-    network = {"transport": "word", "nvshmem_remote_transport": "word", "ibgda": "flag", "service_level": "number"}
+    network = {"transport": "word", "nvshmem_remote_transport": "word", "ibgda": _wrong_optional_flag, "service_level": "number"}
     network |= {
         "connections_per_peer": "number",
         "queue_depth": "number",
@@ -149,7 +149,7 @@ def _other_calls(buffer: Buffer) -> list[Call]:
 
 
 def _wrong_optional_flag(random: Any, _: Any) -> Any:
-    """None stands for the environment."""
+    """None stands for the default."""
     return random.choice(["", "yes", 2, -1, 1.0, [], b"1", np.int8(3), object()])
 
 

@@ -145,3 +145,12 @@ def test_wrong_shapes_and_types(held: Any, is_compiled: bool) -> None:
                 run = torch.compile(call, backend="eager") if is_compiled else call
                 with pytest.raises(EPInputError, match=f"^({shown}|x|y)[.:]"):
                     run(held, **{name: wrong})
+
+
+@pytest.mark.parametrize("shape", [(4, HIDDEN - 1), (4, 500), (0, 500), (4, 640), (HIDDEN,), (1, 4, HIDDEN), ()])
+def test_rows_that_cannot_become_fp8(held: Any, shape: tuple[int, ...]) -> None:
+    """The conversion comes before the Buffer's checks."""
+    import torch
+
+    with pytest.raises(EPInputError, match=r"x\.shape="):
+        held.ep.dispatch(held.buffer, torch.ones(shape).bfloat16(), held.idx, fp8=True)
