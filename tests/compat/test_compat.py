@@ -328,3 +328,30 @@ def test_check_asks_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer.check()
     buffer.destroy()
     assert asked == ["LowLatencyBuffers", "NormalBuffers"]
+
+
+def test_counts_and_rows_that_no_buffer_sends() -> None:
+    """The error comes before ranks exchange numbers or make a Buffer."""
+    import torch
+    from mpi4py import MPI
+
+    from deepep_rt import EPInputError, compat
+
+    buffer, x, idx = compat.Buffer(MPI.COMM_SELF, 1 << 20), torch.ones(4, 64).bfloat16(), torch.zeros(4, 1, dtype=torch.int64)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2)
+
+    def dispatch(x: torch.Tensor, in_rank: torch.Tensor, per_expert: torch.Tensor, topk_idx: torch.Tensor | None = None) -> None:
+        counts = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+        buffer.dispatch(x, topk_idx=topk_idx, **counts)
+
+    for wrong in (per_expert.float(), per_expert.to("meta"), per_expert.to_sparse(), per_expert[None]):
+        with pytest.raises(EPInputError, match="num_tokens_per_expert"):
+            dispatch(x, in_rank, wrong)
+    for wrong in (in_rank.to("meta"), in_rank.to_sparse(), in_rank.int()):
+        with pytest.raises(EPInputError, match="is_token_in_rank"):
+            dispatch(x, wrong, per_expert)
+    for wrong in (x.double(), x.to(torch.complex64), x.long(), x.to("meta")):
+        with pytest.raises(EPInputError, match=r"x\.dtype=torch\.(float64|complex64|int64); expected one of|x is a meta tensor"):
+            dispatch(wrong, in_rank, per_expert, idx)
+    dispatch(x, in_rank, per_expert)
+    buffer.destroy()
