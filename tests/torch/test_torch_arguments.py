@@ -109,36 +109,40 @@ CALLS = [
 ]
 
 
+def _good(held: Any, call: Any, name: str) -> Any:
+    return {"topk_idx": held.idx, "topk_weights": held.weights}.get(name, held.y if call is _low_latency_combine else held.x)
+
+
+plain_and_compiled = pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+
+
 @pytest.mark.filterwarnings("ignore")  # PyTorch warns about sparse tensors
+@plain_and_compiled
 @pytest.mark.parametrize(("call", "name"), [(call, name) for call, names in CALLS for name in names], ids=_named)
-def test_tensors_without_values_make_no_call(held: Any, call: Any, name: str) -> None:
+def test_tensors_without_values_make_no_call(held: Any, call: Any, name: str, is_compiled: bool) -> None:
     """PyTorch would make results without data, and no call, and the other ranks would wait."""
     import torch
 
-    good = {"topk_idx": held.idx, "topk_weights": held.weights}.get(name, held.y if call is _low_latency_combine else held.x)
-    for wrong, words in (("meta", "meta tensor; expected a tensor with values"), ("sparse", "expected a dense tensor")):
-        tensor = good.to("meta") if wrong == "meta" else good.to_sparse()
+    good = _good(held, call, name)
+    for wrong, words in (
+        (good.to("meta"), "meta tensor; expected a tensor with values"),
+        (good.to_sparse(), "expected a dense tensor"),
+    ):
+        torch._dynamo.reset()
+        run = torch.compile(call, backend="eager") if is_compiled else call
         with pytest.raises(EPInputError, match=f"{name} is a .*{words}"):
-            call(held, **{name: tensor})
-        if wrong == "meta":
-            torch._dynamo.reset()
-            with pytest.raises(EPInputError, match=f"{name} is a .*{words}"):
-                torch.compile(call, backend="eager")(held, **{name: tensor})
+            run(held, **{name: wrong})
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("is_compiled", [False, True])
+@plain_and_compiled
 def test_wrong_shapes_and_types(held: Any, is_compiled: bool) -> None:
     import torch
-
-    def of(call: Any, name: str) -> Any:
-        return {"topk_idx": held.idx, "topk_weights": held.weights}.get(name, held.y if call is _low_latency_combine else held.x)
 
     for call, names in CALLS:
         if is_compiled and call is _combine:  # compiled functions refuse handles from outside
             continue
         for name in names:
-            good = of(call, name)
+            good = _good(held, call, name)
             shown = "y" if (call, name) == (_low_latency_combine, "x") else name
             for wrong in (good[..., :-1].contiguous(), good[None], good[0], good[0].sum(), good.to(torch.complex64)):
                 torch._dynamo.reset()
