@@ -74,7 +74,7 @@ def signature(app, what, name, obj, options, signature, returns):
 
 
 def with_links(app, docname, source):
-    """Read the file that a page of one `{include}` names, and lead links to pages. Links to other files become plain text."""
+    """Read the file that a page of one `{include}` names, and lead its links to pages. Links to other files become downloads."""
     page = ROOT / "docs" / f"{docname}.md"
     path = INCLUDED.get(page, page)
 
@@ -82,8 +82,6 @@ def with_links(app, docname, source):
         label, target, anchor = match.groups()
         file = Path(os.path.normpath(path.parent / target))
         file = PAGES.get(file, file)
-        if not file.is_relative_to(ROOT / "docs"):
-            return label
         return f"[{label}]({os.path.relpath(file, page.parent)}{anchor or ''})"
 
     app.env.note_dependency(path)  # or a change of an included file leaves its page as it was

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from paths import ROOT
+from without import without
 
 pytest.importorskip("sphinx", reason="comes with deepep_rt[docs]")
 pytest.importorskip("myst_parser", reason="comes with deepep_rt[docs]")
@@ -20,25 +21,25 @@ import deepep_rt
 DOCS = ROOT / "docs"
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Build the pages. No extension needs a network."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-W",
-        "--keep-going",
-        "-q",
-        "-d",
-        str(folder / "doctrees"),
-        "docs",
-        str(folder / "html"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+def build(folder, *options, **environment):
+    """Run the documented command with other folders. It needs no network."""
+    options = ["-W", "--keep-going", "-q", "-d", folder / "doctrees", *options]
+    command = [sys.executable, "-m", "sphinx", *options, "docs", folder / "html"]
+    environment = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "html"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("site"))
+
+
+def test_the_documented_command_needs_only_the_extra_docs(tmp_path):
+    (tmp_path / "hidden").mkdir()
+    others = ("cuda", "cupy", "jax", "jaxlib", "matplotlib", "nvshmem", "nvtx", "pynvml", "rich", "torch", "typer")
+    build(tmp_path, "-b", "dummy", **without(tmp_path / "hidden", *others))
 
 
 def described(site):
@@ -120,3 +121,14 @@ def test_pages_load_nothing_from_elsewhere(site):
     for path in site.glob("**/*.html"):
         loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"(https?://[^\"]+)", path.read_text())
         assert not loaded, (path.name, loaded)
+
+
+def test_links_to_other_files_lead_to_copies(site):
+    """Results, examples and the licence are no pages. Readers of the site get the files."""
+    included = {ROOT / "README.md": "readme", ROOT / "examples/README.md": "examples"}
+    for source in (*included, *DOCS.glob("*.md")):
+        linked = re.findall(r"\]\((?!https?:|#)([^)#\s]+)\)", source.read_text())
+        files = {source.parent / link for link in linked if not link.endswith((".md", ".png"))}
+        page = site / f"{included.get(source, source.stem)}.html"
+        copies = re.findall(r'href="(_downloads/[^"]+)"', page.read_text())
+        assert {(site / copy).read_bytes() for copy in copies} >= {file.read_bytes() for file in files}, source

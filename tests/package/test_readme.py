@@ -224,6 +224,12 @@ def test_extras_variables_and_links_exist(page):
         assert link.startswith("https://") or (PAGES[page].parent / link).exists(), f"{link} leads nowhere"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/measured.md"])
+def test_pages_for_users_name_no_commit(page):
+    prose = re.sub(r"^```.*?^```", "", PAGES[page].read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert not [word for word in re.findall(r"\b[0-9a-f]{7}\b", prose) if re.search("[a-f]", word)], "move it to docs/measured.md"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page):
     named = re.findall(r"`((?:bench|cuda_src|deepep_rt|docs|examples|tests)/[\w./-]+)`", PAGES[page].read_text())
