@@ -1,13 +1,9 @@
 """Measure low-latency dispatch and combine: `mpirun -n 8 python bench/low_latency.py --help`."""
 
-import sys
+from deepep_rt._install import or_exit
 
-try:
+with or_exit("this benchmark", "bench"):
     from deepep_rt.bench.low_latency import main
-except ModuleNotFoundError as error:
-    if error.name not in ("rich",):
-        raise
-    sys.exit(f"the benchmarks need {error.name}, which is not installed; pip install 'deepep_rt[bench]'")
 
 if __name__ == "__main__":
     main()

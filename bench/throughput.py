@@ -1,13 +1,9 @@
 """Measure bandwidth and host time of dispatch and combine: `mpirun -n 8 python bench/throughput.py --help`."""
 
-import sys
+from deepep_rt._install import or_exit
 
-try:
+with or_exit("this benchmark", "bench"):
     from deepep_rt.bench.throughput import main
-except ModuleNotFoundError as error:
-    if error.name not in ("rich",):
-        raise
-    sys.exit(f"the benchmarks need {error.name}, which is not installed; pip install 'deepep_rt[bench]'")
 
 if __name__ == "__main__":
     main()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+from ._install import or_exit
 
 
 def main() -> None:
-    try:
+    with or_exit("the command line", "cli"):
         from .cli.app import run
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("typer", "rich"):
-            raise
-        sys.exit(f"the command line needs {missing}, which is not installed. Run pip install 'deepep_rt[cli]'.")
     run()
 
 

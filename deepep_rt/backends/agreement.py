@@ -8,6 +8,7 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any
 
+from .._install import pip_install_cuda
 from ..comm.communicator import Communicator
 from ..comm.process_end import describe
 from ..comm.rendezvous import private_comm, timed_allgather
@@ -125,7 +126,7 @@ def why_no_gpu() -> str | None:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        return f"cuda-python is not installed ({error}); pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'"
+        return f"cuda-python is not installed ({error}). Run {pip_install_cuda()}"
     try:
         status, *count = driver.cuInit(0)
         if status == driver.CUresult.CUDA_SUCCESS:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..doctor.links import NIC_KINDS
 from ..errors import EPConfigError
 from . import model, published
-from .ranks import check_writable
+from .ranks import check_writable, need
 from .report import ResultTable, markdown_table, print_table
 from .results import Sizes, read
 
@@ -59,6 +59,7 @@ def run(asked: Asked, files: Sequence[Path], out: Path | None, *, as_json: bool)
 
     Raises:
         EPConfigError: if a figure is out of range, or a file cannot be read or written.
+        EPUnavailableError: if there is a folder, but no matplotlib.
     """
     for name in ("node_size", "near_gb_s", "nic_gb_s", "nic_share", "tokens", "low_latency_tokens", "hidden", "topk", "experts"):
         _check(name, getattr(asked, name), above_zero=True)
@@ -66,6 +67,7 @@ def run(asked: Asked, files: Sequence[Path], out: Path | None, *, as_json: bool)
         _check(name, getattr(asked, name), above_zero=False)
     found = predict(asked, files or newest_results(Path()))
     if out is not None:
+        need("matplotlib")
         check_writable(None, out, "--out")
         (out / "model.json").write_text(json.dumps(found, indent=1) + "\n")
         (out / "model.md").write_text(markdown(found))

@@ -1,7 +1,8 @@
-"""Check outputs before the ranks measure, and end all ranks when one fails."""
+"""Check libraries and outputs before the ranks measure, and end all ranks when one fails."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -10,10 +11,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import EPConfigError, EPError
+from .._install import pip_install
+from ..errors import EPConfigError, EPError, EPUnavailableError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+
+def need(*libraries: str) -> None:
+    """Check that libraries can be imported.
+
+    Raises:
+        EPUnavailableError: if one cannot. The message has the command that installs it.
+    """
+    for name in libraries:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise EPUnavailableError(
+                f"the benchmarks need {name}, which cannot be imported ({error}). Run {pip_install('bench')}."
+            ) from None
 
 
 def check_writable(comm: Intracomm | None, path: Path, option: str, *, is_file: bool = False) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import _env
 from ..config import Config
-from ..errors import EPConfigError, EPUnavailableError
+from ..errors import EPConfigError
 from . import report
-from .ranks import check_writable, fail_together
+from .ranks import check_writable, fail_together, need
 from .references import Reference, load
 from .results import read, write
 
@@ -71,7 +70,7 @@ def measure(
         if what == "jitter":
             _measure_jitter(comm, out, quick, backend, sizes, commit)
             return
-        _need("matplotlib", "ml_dtypes")
+        need("matplotlib", "ml_dtypes")
         references, folder = [reference for file in compare for reference in load(file)], _folder(comm, out)
         results = []
         for name in BENCHMARKS if what == "all" else [what]:
@@ -86,7 +85,7 @@ def measure(
 
 def _measure_jitter(comm: Intracomm, out: Path | None, quick: bool, backend: str, sizes: AskedSizes, commit: str | None) -> None:
     """Measure, print the table and write it as Markdown and JSON."""
-    _need("ml_dtypes")
+    need("ml_dtypes")
     folder = _folder(comm, out)
     result = _run(comm, "jitter", quick, backend, sizes, commit)
     if result is not None:
@@ -100,7 +99,7 @@ def _measure_jitter(comm: Intracomm, out: Path | None, quick: bool, backend: str
 
 def draw(files: Sequence[Path], out: Path | None, compare: Sequence[Path]) -> None:
     """Write a report with pictures of result files without measuring. Arguments and errors are those of `measure`."""
-    _need("matplotlib")
+    need("matplotlib")
     if _rank() == 0:
         results, references = [read(file) for file in files], [other for file in compare for other in load(file)]
         folder = _folder(None, out)
@@ -116,17 +115,6 @@ def _rank() -> int:
     except (ImportError, RuntimeError):
         return 0
     return MPI.COMM_WORLD.rank
-
-
-def _need(*libraries: str) -> None:
-    """Check that libraries can be imported before the benchmarks run."""
-    for name in libraries:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise EPUnavailableError(
-                f"the benchmarks need {name}, which cannot be imported ({error}). Do: pip install 'deepep_rt[bench]'"
-            ) from None
 
 
 def _folder(comm: Intracomm | None, out: Path | None) -> Path:

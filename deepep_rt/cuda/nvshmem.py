@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import _env
+from .._install import pip_install_cuda
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus
 from ..comm.rendezvous import timed_allgather
@@ -78,9 +79,7 @@ def load() -> Any:
 
         load_nvidia_dynamic_lib("nvshmem_host")  # the bindings find it only if it is loaded or on the system's path
     except (ImportError, RuntimeError) as error:
-        raise EPUnavailableError(
-            f"NVSHMEM or nvshmem4py is not installed ({error}). Run pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'."
-        ) from error
+        raise EPUnavailableError(f"NVSHMEM or nvshmem4py is not installed ({error}). Run {pip_install_cuda()}.") from error
     return nvshmem
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._install import pip_install, pip_install_cuda
+
 MIN_NVSHMEM = "3.4.5"
 """The oldest NVSHMEM that pyproject.toml accepts."""
 
@@ -32,13 +34,13 @@ _ALL = (
         "no-mpi4py",
         "Buffers need an mpi4py communicator, on GPUs too. Only Buffers of a torch.distributed group need none. mpi4py is "
         "not installed, or it finds no MPI library.",
-        "pip install 'deepep_rt[mpich]' brings an MPI and its mpirun. With an MPI of your own, put its library where the "
+        f"{pip_install('mpich')} brings an MPI and its mpirun. With an MPI of your own, put its library where the "
         "loader finds it (module load, LD_LIBRARY_PATH), or build mpi4py for it: pip install --no-binary mpi4py mpi4py.",
     ),
     FindingType(
         "no-mpirun",
         "There is no mpirun on the PATH, so you cannot start more than one rank.",
-        "Activate the environment that holds it, call it by its path, or pip install 'deepep_rt[mpich]'. Under Slurm, "
+        f"Activate the environment that holds it, call it by its path, or {pip_install('mpich')}. Under Slurm, "
         "srun can start the ranks too.",
     ),
     FindingType(
@@ -107,8 +109,7 @@ _ALL = (
     FindingType(
         "driver-too-old",
         "NVRTC belongs to a newer CUDA than the driver. Kernels compile, but the driver cannot load them.",
-        "Install the CUDA libraries for the driver (pip install 'deepep_rt[cuda12]' instead of 'deepep_rt[cuda13]'), or a "
-        "newer driver.",
+        f"Install the CUDA libraries for the driver ({pip_install('cuda12')} instead of cuda13), or a newer driver.",
     ),
     FindingType(
         "gpu-too-old",
@@ -118,7 +119,7 @@ _ALL = (
     FindingType(
         "compiler-too-old",
         "NVRTC does not know the architecture of a GPU, so it cannot compile its kernels.",
-        "Install a newer NVRTC: pip install --upgrade 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]'.",
+        "Install a newer NVRTC: pip install --upgrade nvidia-cuda-nvrtc-cu12, or nvidia-cuda-nvrtc for CUDA 13.",
     ),
     FindingType(
         "mig",
@@ -179,19 +180,17 @@ _ALL = (
     FindingType(
         "no-cuda-packages",
         "A CUDA library or its Python binding does not load. The CUDA backend needs all of them. The host backend needs none.",
-        "pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]', whichever matches the driver.",
+        f"{pip_install_cuda()}.",
     ),
     FindingType(
         "mixed-cuda-packages",
         "Packages for different CUDA versions are installed together. They may overwrite each other's files.",
-        "Make a new environment, and install only 'deepep_rt[cuda12]' or only 'deepep_rt[cuda13]', and frameworks for the "
-        "same CUDA.",
+        "Make a new environment, and install only the extra cuda12 or only cuda13, and frameworks for the same CUDA.",
     ),
     FindingType(
         "no-nvshmem",
         "NVSHMEM or nvshmem4py is missing or does not load. The CUDA backend takes its memory from NVSHMEM.",
-        "pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]', whichever matches the driver. If it is installed, the "
-        "message names the library that it misses.",
+        f"{pip_install_cuda()}. If it is installed, the message names the library that it misses.",
     ),
     FindingType(
         "nvshmem-too-old",

@@ -73,7 +73,7 @@ def _mig(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _packages(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
     failures = {
-        probe: why.partition("; pip install")[0] for probe, why in report["failures"].items()
+        probe: why.partition(". Run pip install")[0] for probe, why in report["failures"].items()
     }  # the remedy has this command too
     for probe, library in (("nvrtc", "NVRTC"), ("nvjitlink", "nvJitLink")):
         if probe in failures:

@@ -11,9 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._install import pip_install_cuda
 from ..errors import EPUnavailableError
-
-_INSTALL = "Run pip install 'deepep_rt[cuda12]' or 'deepep_rt[cuda13]', whichever matches the driver."
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def _available(name: str) -> Iterator[None]:
         yield
     except (ImportError, OSError, RuntimeError) as error:
         # pathfinder's DynamicLibNotFoundError is a RuntimeError; some bindings raise ImportError or OSError instead
-        raise EPUnavailableError(f"{name} is not installed ({error}). {_INSTALL}") from error
+        raise EPUnavailableError(f"{name} is not installed ({error}). Run {pip_install_cuda()}.") from error
 
 
 @functools.cache
@@ -96,7 +95,9 @@ def nvshmem() -> Nvshmem:
     include = next((d for d in (host.parent.parent / "include", *_header_folder("nvshmem")) if (d / "nvshmem.h").is_file()), None)
     if not device_library.is_file() or include is None:
         missing = "libnvshmem_device.a" if not device_library.is_file() else "nvshmem.h"
-        raise EPUnavailableError(f"NVSHMEM's host library is {host}, but its installation has no {missing}. {_INSTALL}")
+        raise EPUnavailableError(
+            f"NVSHMEM's host library is {host}, but its installation has no {missing}. Run {pip_install_cuda()}."
+        )
     digest = hashlib.sha256(device_library.read_bytes()).hexdigest()
     return Nvshmem(include, device_library, _nvshmem_version(include), digest)
 
@@ -110,7 +111,7 @@ def _nvshmem_host_library() -> Path:
         for folder in _nvidia_folders("nvshmem/lib"):
             for library in sorted(folder.glob("libnvshmem_host.so*")):
                 return library
-        raise EPUnavailableError(f"NVSHMEM is not installed ({error}). {_INSTALL}") from error
+        raise EPUnavailableError(f"NVSHMEM is not installed ({error}). Run {pip_install_cuda()}.") from error
 
 
 def _nvshmem_version(include: Path) -> str:
@@ -136,7 +137,9 @@ def cuda_headers() -> tuple[Path, ...]:
     for header in ("cuda_runtime.h", "cuda/std/type_traits"):
         folder = next((candidate for candidate in candidates if (candidate / header).is_file()), None)
         if folder is None:
-            raise EPUnavailableError(f"the CUDA header <{header}> was not found, and NVSHMEM's headers need it. {_INSTALL}")
+            raise EPUnavailableError(
+                f"the CUDA header <{header}> was not found, and NVSHMEM's headers need it. Run {pip_install_cuda()}."
+            )
         folders.append(folder)
     return tuple(dict.fromkeys(folders))
 

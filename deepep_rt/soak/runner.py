@@ -22,7 +22,7 @@ from ..bench.ranks import check_writable, fail_together
 from ..buffer import Buffer
 from ..comm.rendezvous import timed_allgather
 from ..config import Config
-from ..errors import EPError, EPUnavailableError
+from ..errors import EPError
 from . import expert_rows as soak_expert_rows
 from . import graph as soak_graph
 from . import low_latency as soak_low_latency
@@ -59,19 +59,13 @@ def run(asked: Asked) -> dict[str, Any] | None:
 
     Raises:
         EPConfigError: if an option is wrong.
-        EPUnavailableError: if a library is missing, or if the backend is "cuda" and there is no GPU.
+        EPUnavailableError: if the backend is "cuda" and there is no GPU.
         EPError: if a call of a round raised. The message has the round and the command that repeats it.
     """
     from mpi4py import MPI
 
     with fail_together(MPI.COMM_WORLD) as comm:
         asked.check()
-        try:
-            import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 and FP8)
-        except ImportError as error:
-            raise EPUnavailableError(
-                f"soak needs ml_dtypes ({error}). Run: pip install 'deepep_rt[test]' or ml-dtypes."
-            ) from None
         if asked.json_file:
             check_writable(comm, asked.json_file, "--json", is_file=True)
         return Run(comm, asked).run()

@@ -22,6 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from without import without
 
+from deepep_rt._install import pip_install
 from deepep_rt.bench import figures as bench_figures
 from deepep_rt.bench import page as bench_page
 from deepep_rt.bench import report
@@ -177,15 +178,16 @@ with bench_ranks.fail_together(MPI.COMM_WORLD) as comm:
     assert "rank 1: error: out of luck; the other ranks are ended" in done.stderr
 
 
-def test_a_missing_library_is_named_before_the_run(tmp_path):
+@pytest.mark.parametrize("options", [["--quick"], ["--model"], ["--from", "bench/results/h200x8_2026-11-22.json"]])
+def test_a_missing_library_is_named_before_the_run(options, tmp_path):
     blocked, out = tmp_path / "blocked", tmp_path / "out"
     blocked.mkdir()
-    words = [sys.executable, "-m", "deepep_rt", "bench", "--quick", "--out", str(out)]
+    words = [sys.executable, "-m", "deepep_rt", "bench", *options, "--out", str(out)]
     environment = {**os.environ, **without(blocked, "matplotlib")}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
     assert done.returncode == 1
     assert "need matplotlib" in done.stderr
-    assert "pip install 'deepep_rt[bench]'" in done.stderr
+    assert f"Run {pip_install('bench')}." in done.stderr
     assert "Traceback" not in done.stderr
     assert not out.exists()
 

@@ -12,6 +12,7 @@ from without import without
 
 pytest.importorskip("rich")
 
+from deepep_rt._install import pip_install
 from deepep_rt.bench import report
 from deepep_rt.bench.ranks import check_writable
 from deepep_rt.bench.references import Pair, Point, difference_note, load, pair_rows
@@ -325,7 +326,7 @@ def test_a_missing_library_is_named(program, tmp_path):
     words = [sys.executable, f"bench/{program}", "--backend", "host", "--quick"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert done.returncode == 1
-    assert done.stderr == "the benchmarks need rich, which is not installed; pip install 'deepep_rt[bench]'\n"
+    assert done.stderr == f"this benchmark needs rich, which is not installed. Run {pip_install('bench')}.\n"
 
 
 def test_a_result_compares_with_itself(run, capsys):

@@ -25,6 +25,7 @@ from without import without
 
 import deepep_rt
 from deepep_rt import CopyShape, Tuning, TuningResult
+from deepep_rt._install import pip_install
 from deepep_rt.backends import saved_tunings
 from deepep_rt.backends.path_choice import config_of_measurement
 from deepep_rt.cli import app as cli
@@ -463,7 +464,7 @@ def test_a_missing_library_of_the_command_line_is_named(missing: str, tmp_path: 
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert f"the command line needs {missing}" in done.stderr
-    assert "pip install 'deepep_rt[cli]'" in done.stderr
+    assert f"Run {pip_install('cli')}." in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -11,12 +11,13 @@ import pytest
 pytest.importorskip("typer")
 
 from doctor_command import PAGE, Doctor, compile_library, program
+from paths import ROOT
 
 
 def _shown(text: str, kind: str) -> str:
-    """Extract a finding from a screen, from its level to its remedy."""
+    """Extract a finding from a screen, from its level to its remedy. This checkout becomes the current folder."""
     (found,) = re.findall(rf"^(?:error|warning|note) +{kind}: .*?(?=\n *\n|^```)", text, re.M | re.S)
-    return " ".join(found.split())
+    return " ".join(found.split()).replace(str(ROOT), ".")
 
 
 def test_the_page_shows_hidden_gpus_as_they_are_printed(doctor: Doctor, gpu_machine: dict[str, str]) -> None:

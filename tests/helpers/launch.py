@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from paths import PROGRAMS, ROOT, pythonpath
 
+from deepep_rt._install import pip_install
+
 # JAX programs take two thirds of the time if LLVM does not optimise. LLVM does not change the calls and their order.
 QUICK_XLA = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"}
 LIMIT_S = 200  # a program with 8 ranks on 2 cores takes 90 s
@@ -23,9 +25,7 @@ def mpirun() -> tuple[str, ...]:
     """Return the mpirun of this Python, or the first on PATH, with the options of MPICH or Open MPI."""
     found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     if found is None:
-        pytest.fail(
-            "mpirun=None; expected one next to this Python or on PATH. Run pip install 'deepep_rt[mpich]', or install an MPI."
-        )
+        pytest.fail(f"mpirun=None; expected one next to this Python or on PATH. Run {pip_install('mpich')}, or install an MPI.")
     version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
     return found, *(("--oversubscribe", "--allow-run-as-root") if "Open MPI" in version or "OpenRTE" in version else ())
 

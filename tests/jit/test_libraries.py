@@ -38,7 +38,7 @@ info    : used 32 registers, used 0 barriers, 560 stack, 416 bytes smem, 400 byt
 def test_the_error_for_a_missing_nvrtc_names_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries.nvrtc_version.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(EPUnavailableError, match=r"NVRTC is not installed.*deepep_rt\[cuda12\].*deepep_rt\[cuda13\]"):
+    with pytest.raises(EPUnavailableError, match=r"NVRTC is not installed.*\. Run pip install.*\[cuda12\].* cuda13"):
         libraries.nvrtc_version()
 
 

@@ -32,7 +32,7 @@ FILES = {
 
 # A file imports only from files of its own layer and of those before it. A layer is a folder, or files at the top of the package.
 LAYERS = [
-    "errors _version _shim _env _checks _console _documents _finalizers",
+    "errors _version _shim _env _checks _console _documents _finalizers _install",
     "arrays",
     "config network traffic description statistics tuned",
     "results",
