@@ -33,6 +33,22 @@ def need(*libraries: str) -> None:
             ) from None
 
 
+def world() -> Intracomm:
+    """Return the ranks of this mpirun.
+
+    Raises:
+        EPUnavailableError: if MPI does not load.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise EPUnavailableError(
+            f"MPI does not load ({error}). Run {pip_install('mpich')}, or put the library of your MPI where the loader finds it. "
+            f"python -m deepep_rt doctor says more."
+        ) from None
+    return MPI.COMM_WORLD
+
+
 def check_writable(comm: Intracomm | None, path: Path, option: str, *, is_file: bool = False) -> None:
     """Check that rank 0 can write a file, or into a folder. Create folders. Call it before the ranks measure.
 

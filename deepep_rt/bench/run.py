@@ -17,7 +17,7 @@ from .. import _env
 from ..config import Config
 from ..errors import EPConfigError
 from . import report
-from .ranks import check_writable, fail_together, need
+from .ranks import check_writable, fail_together, need, world
 from .references import Reference, load
 from .results import read, write
 
@@ -57,10 +57,8 @@ def measure(
         EPConfigError: if an argument is wrong, or a file cannot be read.
         EPUnavailableError: if a library is missing, or if `backend` is "cuda" and there is no GPU.
     """
-    from mpi4py import MPI
-
     # Figures of machines compare only with the same settings, so a stored tuning of this machine has no part in them.
-    with fail_together(MPI.COMM_WORLD) as comm, _env.without_tunings():
+    with fail_together(world()) as comm, _env.without_tunings():
         if what not in (*BENCHMARKS, "all", "jitter"):
             raise EPConfigError(
                 f"what={what!r}; expected one of {', '.join((*BENCHMARKS, 'all', 'jitter'))}. Choose one of them."

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -20,6 +21,7 @@ from ..config import COMBINE_DTYPES, MAX_NODES, Config, declared_ranks_per_node
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import build, compiler, current_gpu
 from ..jit.build_together import most_threads
+from ..jit.cache import KernelCache
 from ..kernels.kernel import Kernel
 from ..kernels.layout import Layout
 from ..kernels.source import kernel_constants
@@ -150,11 +152,12 @@ def variants(config: Config, combine_dtypes: list[str] | None) -> list[tuple[Ker
 def _build_all(jobs: list[tuple[Config, Kernel, str | None, str]]) -> list[dict[str, Any]]:
     """Build the kernels, as many at a time as this process has cores, and describe each kernel once, in the order of the jobs."""
     by_key: dict[object, dict[str, Any]] = {}  # kernels that are the same for all transports and paths appear once
-    with _progress() as progress, ThreadPoolExecutor(most_threads()) as pool:
-        task = progress.add_task("", total=len(jobs))
-        # PTX that is linked needs the CUDA context of this thread.
-        futures = [pool.submit(_build, *job) if job[-1].startswith("sm_") else None for job in jobs]
-        try:
+    pool = ThreadPoolExecutor(most_threads())
+    try:
+        with _progress() as progress:
+            task = progress.add_task("", total=len(jobs))
+            # PTX that is linked needs the CUDA context of this thread.
+            futures = [None if _links_ptx(*job) else pool.submit(_build, *job) for job in jobs]
             for job, future in zip(jobs, futures, strict=True):
                 _, kernel, element, target = job
                 progress.update(task, description=f"{tables.title(kernel.name, element)} for {target}")
@@ -163,10 +166,23 @@ def _build_all(jobs: list[tuple[Config, Kernel, str | None, str]]) -> list[dict[
                 if row["status"] == "compiled":
                     first["status"] = "compiled"  # the thread of an equal job may have compiled it first
                 progress.advance(task)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    except KeyboardInterrupt:
+        _end_now(f"interrupted; the cache keeps the kernels that were complete ({KernelCache().folder})")
+    finally:
+        pool.shutdown(cancel_futures=True)
     return list(by_key.values())
+
+
+def _end_now(message: str) -> NoReturn:
+    """End this process as SIGINT does. Python would wait for the threads that compile, and nothing stops NVRTC."""
+    typer.echo(message, err=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)
+    raise KeyboardInterrupt  # if SIGINT is blocked
+
+
+def _links_ptx(config: Config, kernel: Kernel, element: str | None, arch: str) -> bool:
+    return not arch.startswith("sm_") and kernel.links_nvshmem(kernel_constants(Layout(config), arch, kernel, element))
 
 
 def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> dict[str, Any]:
@@ -175,7 +191,7 @@ def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> di
     if config.has_network and not kernel.is_local:
         row |= {"transport": config.transport, "path": config.path}
     constants = kernel_constants(Layout(config), arch, kernel, element)
-    if kernel.links_nvshmem(constants) and not arch.startswith("sm_") and not _has_gpu():
+    if _links_ptx(config, kernel, element, arch) and not _has_gpu():
         return {**row, "status": "skipped", "reason": "PTX is linked with NVSHMEM for one GPU, and there is none here"}
     try:
         built = build.build(kernel, constants, arch)

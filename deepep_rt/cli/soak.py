@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .._console import printing
+
+_INTERRUPTED = 128 + signal.SIGINT  # as shells count
 
 
 def soak(
@@ -60,4 +63,4 @@ def soak(
         return
     with printing():
         print("\n".join(soak.lines(document)))
-    raise typer.Exit(0 if document["status"] == "passed" else 1)
+    raise typer.Exit({"passed": 0, "interrupted": _INTERRUPTED}.get(document["status"], 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from ..errors import EPError
 from ..kernels.kernel import Kernel
@@ -38,9 +38,11 @@ def build_together(requests: Sequence[tuple[Kernel, Constants]], arch: str) -> N
     threads = min(most_threads(), len(possible))
     if threads < 2:
         return
-    with ThreadPoolExecutor(threads) as pool:
-        for kernel, constants in possible:
-            pool.submit(_build, kernel, constants, arch)
+    pool = ThreadPoolExecutor(threads)
+    try:
+        wait([pool.submit(_build, kernel, constants, arch) for kernel, constants in possible])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, compile no further kernel
 
 
 def _build(kernel: Kernel, constants: Constants, arch: str) -> None:

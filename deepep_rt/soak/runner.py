@@ -2,7 +2,7 @@
 
 `plan` draws each round from the seed. `throughput`, `low_latency` and `graph` make the calls. `expected` and `arrays` compute the
 expected results, `check` compares, and `report` writes the report. The ranks follow the same plan without a message. Every few rounds
-they synchronize. They stop together when the time is over or when a rank has found a difference.
+they synchronize. They stop together when the time is over, or when a rank has found a difference or was interrupted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..bench.ranks import check_writable, fail_together
+from ..bench.ranks import check_writable, fail_together, world
 from ..buffer import Buffer
 from ..comm.rendezvous import timed_allgather
 from ..config import Config
@@ -31,6 +31,7 @@ from .arrays import Arrays
 from .asked import Asked
 from .buffers import Options, buffer_of
 from .check import MOST_REPORTED, Checker, Mismatch
+from .interruption import Interruption
 from .plan import round_of
 from .report import command, mismatch, percentiles, with_commands, write
 from .session import CALLS, Session, Times
@@ -55,16 +56,14 @@ def run(asked: Asked) -> dict[str, Any] | None:
     """Run on all ranks of the current mpirun.
 
     Returns:
-        The report, on rank 0; its "status" is "passed" or "mismatch".
+        The report, on rank 0; its "status" is "passed", "mismatch" or "interrupted".
 
     Raises:
         EPConfigError: if an option is wrong.
-        EPUnavailableError: if the backend is "cuda" and there is no GPU.
+        EPUnavailableError: if MPI does not load, or if the backend is "cuda" and there is no GPU.
         EPError: if a call of a round raised. The message has the round and the command that repeats it.
     """
-    from mpi4py import MPI
-
-    with fail_together(MPI.COMM_WORLD) as comm:
+    with fail_together(world()) as comm:
         asked.check()
         if asked.json_file:
             check_writable(comm, asked.json_file, "--json", is_file=True)
@@ -97,6 +96,7 @@ class Run:
         self.num_rounds = self.num_buffers = 0
         self.session: Session | None = None
         self.last_progress = self.start
+        self.interruption = Interruption(prints=self.rank == 0)
         self.watchdog = Watchdog(comm, self._activity)
 
     def choose_backend(self) -> tuple[str, bool]:
@@ -114,7 +114,7 @@ class Run:
     def run(self) -> dict[str, Any] | None:
         """Run all rounds. Return the report on rank 0."""
         try:
-            with self.arrays.main_stream(), self.watchdog:
+            with self.arrays.main_stream(), self.interruption, self.watchdog:
                 self._print_progress("started", force=True)
                 self._buffers()
                 return self._finish()
@@ -192,6 +192,8 @@ class Run:
         session.check_kept(number)
         session.buffer.check()
         self.num_rounds += 1
+        if self.interruption.is_set:
+            self._write_state()  # Open MPI ends the ranks a second after it was interrupted
 
     def _check_masks(self, session: Session, number: int) -> None:
         """Raise if a silent rank was masked. Drop the differences of this round, which follow from the masking."""
@@ -204,13 +206,16 @@ class Run:
             )
 
     def _align(self) -> bool:
-        """Synchronize all ranks. Tell whether the run ends, because the time is over on rank 0 or a rank has found a difference."""
+        """Synchronize all ranks. Tell whether the run ends: the time is over, or a rank found a difference or was interrupted."""
         is_late = self.rank == 0 and self.limit_s is not None and time.monotonic() - self.start >= self.limit_s
         ends = bool(is_late or self.check.mismatches)
+        interrupted = self.interruption.is_set
         hint = "all ranks of a soak run to synchronize every few rounds"
-        answers = timed_allgather(self.ranks, (ends,), self.asked.timeout_s, "a synchronization of all ranks", hint)
+        answers = timed_allgather(self.ranks, (ends, interrupted), self.asked.timeout_s, "a synchronization of all ranks", hint)
         self._print_progress(f"round {self.first + self.num_rounds - 1}")
-        return any(theirs for (theirs,) in answers)
+        if any(theirs for _, theirs in answers):
+            self.interruption.is_set = True
+        return any(ends or interrupted for ends, interrupted in answers)
 
     # --- output ------------------------------------------------------------------------------------------------------------------
 
@@ -229,7 +234,7 @@ class Run:
                 if found["count"]:
                     text += f"; {name} p50 {found['p50_us']:.0f} p99 {found['p99_us']:.0f} max {found['max_us']:.0f} us"
         print(text, file=sys.stderr, flush=True)
-        self._write(self._document("running"))
+        self._write_state()
 
     def _finish(self) -> dict[str, Any] | None:
         """Combine the figures of all ranks into the report."""
@@ -245,7 +250,8 @@ class Run:
         if self.rank:
             return None
         every = sorted(itertools.chain(*(found or [])), key=lambda one: (one.round, one.rank))[: 2 * MOST_REPORTED]
-        document = self._document("mismatch" if every else "passed", ranks=self.comm.size, checked_bytes=num_bytes)
+        status = "mismatch" if every else "interrupted" if self.interruption.is_set else "passed"
+        document = self._document(status, ranks=self.comm.size, checked_bytes=num_bytes)
         document["calls"] = {name: percentiles(seconds) for name, seconds in slowest.items()}
         document["mismatches"] = self._mismatches(every)
         self._write(document)
@@ -276,6 +282,9 @@ class Run:
     @functools.cached_property
     def described(self) -> dict[str, Any]:
         return self.machine.described()
+
+    def _write_state(self) -> None:
+        self._write(self._document("interrupted" if self.interruption.is_set else "running"))
 
     def _write(self, document: dict[str, Any]) -> None:
         if self.rank == 0 and self.asked.json_file:

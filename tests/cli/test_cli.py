@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -465,6 +466,50 @@ def test_a_missing_library_of_the_command_line_is_named(missing: str, tmp_path: 
     assert done.returncode == 1
     assert f"the command line needs {missing}" in done.stderr
     assert f"Run {pip_install('cli')}." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "compute_90"])
+def test_an_interrupted_compilation_ends_at_once(arch: str, tmp_path: Path) -> None:
+    """Each kernel takes ten minutes here, and nothing interrupts it, as in NVRTC."""
+    program = """
+import signal, sys, threading, time
+from deepep_rt.cli.app import run
+from deepep_rt.jit import build
+def slow(*_):
+    assert threading.current_thread() is not threading.main_thread()
+    print("compiling", flush=True)
+    time.sleep(600)
+build.build = slow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let programs in the background ignore it
+run(["compile", "--arch", sys.argv[1]])
+"""
+    words = [sys.executable, "-c", program, arch]
+    environment = {**os.environ, "DEEPEP_RT_CACHE_DIR": str(tmp_path)}
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "compiling\n"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in errors
+    assert "interrupted" in errors
+
+
+@pytest.mark.parametrize("command", ["bench", "soak"])
+def test_a_missing_mpi_is_named(command: str) -> None:
+    words = [sys.executable, "-c", "from mpi4py import MPI"]
+    nowhere = {**os.environ, "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    if subprocess.run(words, env=nowhere, capture_output=True, check=False, timeout=60).returncode == 0:
+        pytest.skip("this mpi4py was built for one MPI, and looks for no other")
+    words = [sys.executable, "-m", "deepep_rt", command]
+    done = subprocess.run(words, env=nowhere, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: MPI does not load (")
+    assert f"Run {pip_install('mpich')}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,30 @@ def test_linked_ptx_is_left_to_the_thread_of_the_context(cache: Path, monkeypatc
     monkeypatch.setattr(compiler, "compile_unit", lambda unit, name, *_: compiled.append(name) or (b"\x7fELF", ""))
     build_together(requests("route_nodes", "zero_padding", "expand_rows"), "compute_90")
     assert sorted(compiled) == ["expand_rows", "zero_padding"]
+
+
+def test_ctrl_c_stops_after_the_kernels_that_are_compiled_now(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cores(monkeypatch, 2)
+    started: list[str] = []
+    go_on, main = threading.Event(), threading.get_ident()
+
+    def compile_unit(unit: str, name: str, *_: Any) -> tuple[bytes, str]:
+        started.append(name)
+        if len(started) == 2:
+            signal.pthread_kill(main, signal.SIGUSR1)
+        go_on.wait(timeout=20)
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(compiler, "compile_unit", compile_unit)
+    names = ["route", "dispatch", "zero_padding", "dispatch_layout", "expand_rows", "expert_positions"]
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)  # SIGINT may be ignored where tests run
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_together(requests(*names), "sm_90")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("ThreadPoolExecutor"):
+            thread.join(20)
+    assert len(started) == 2

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -135,6 +136,23 @@ def test_one_rank_ends_all_with_its_name(damage, seed, words, tmp_path):
         assert word in printed + errors, printed + errors
     assert "MISMATCH" not in printed + errors, "differences that follow from a silent rank are not reported"
     assert json.loads((tmp_path / f"{damage}.json").read_text())["status"] == "error"
+
+
+# --- interruption ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_run_prints_its_result_so_far(signal_number, tmp_path):
+    """Interrupt one rank. Launchers differ in what they send, and to which ranks."""
+    options = "--backend", "host", "--minutes", "60", "--progress-s", "0.01", "--json", tmp_path / "soak.json"
+    words = python_on(2, PROGRAMS / "interrupted_soak.py", signal_number.value, *options)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=150, cwd=ROOT, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 130
+    assert re.match(r"interrupted: \d\d+ rounds in .* on 2 ranks ", done.stdout), done.stdout
+    document = json.loads((tmp_path / "soak.json").read_text())
+    assert (document["status"], document["ranks_counted"], document["mismatches"]) == ("interrupted", 2, [])
+    assert document["calls"]["dispatch"]["count"] > 0
 
 
 # --- no damage ---------------------------------------------------------------------------------------------------------------------
