@@ -1,4 +1,4 @@
-"""Draw a benchmark's results: bandwidth against SMs, latency against tokens, each with the copy ceiling and references."""
+"""Draw a benchmark's results: bandwidth against SMs or tokens, latency against tokens, each with the copy ceiling and references."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from .references import Reference, low_latency_parts
-from .results import Row, Sizes, fp8_or_bf16, low_latency_rows, on_gpu, throughput_rows, title
+from .results import Row, Sizes, fp8_or_bf16, has_one_number_of_sms, low_latency_rows, on_gpu, throughput_rows, title
 
 WORKS = {
     "dispatch_bf16": "Dispatch, BF16",
@@ -60,34 +60,24 @@ class Line:
 
 
 def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> Figure:
-    """Draw bandwidth against the number of SMs: a panel for each work and number of tokens."""
-    rows, sizes, others = throughput_rows(result), Sizes.of(result), [other for other in references if other.throughput]
+    """Draw bandwidth: a panel for each work and number of tokens against SMs, or for each work against tokens if SMs do not differ."""
+    rows, others = throughput_rows(result), [other for other in references if other.throughput]
     tokens, works = sorted({row.tokens for row in rows}), [w for w in WORKS if any(row.work.startswith(w) for row in rows)]
-    alone = sizes.num_ranks == 1  # no bytes cross a link
-    ceiling = result["copy_ceiling_gb_s"]
-    # The largest method has no number of SMs. Older results have only the kernel's figures.
-    ceilings = {int(sms): ceiling["used"] if "by_method" in ceiling else gb_s for sms, gb_s in ceiling["by_sms"].items()}
+    over = "tokens" if has_one_number_of_sms(result) and len(tokens) > 1 else "sms"
+    parts = {f", {number} tokens a rank": [row for row in rows if row.tokens == number] for number in tokens}
     panels: list[list[tuple[str, list[Line]]]] = []
-    for num_tokens in tokens:
+    for which, part in (parts if over == "sms" else {"": rows}).items():
         panels.append([])
         for work in works:
-            here = [row for row in rows if row.tokens == num_tokens and row.work.startswith(work)]
-            lines = [Line(ceilings, "copy ceiling", CEILING, "", ":")]
-            for routing, colour in OURS.items():
-                mine = [row for row in here if row.work in (f"{work}_{routing}", work if routing == "known" else None)]
-                points = {row.sms: row.gb_s if alone else row.remote_gb_s for row in mine}
-                label = "this run" if work.startswith("combine") else ROUTINGS[routing]
-                lines.append(Line(points, label, colour, MARKERS[routing]))
-            for reference, colour in zip(others, itertools.cycle(THEIRS), strict=False):
-                lines += _their_bandwidth(reference, sizes, work, num_tokens, colour)
-            if work == "dispatch_expert":
-                lines += _in_two_steps(rows, num_tokens, alone)
-            lines += _in_the_time_of_plain(here, alone)
             if len(panels[-1]) == PANELS_IN_A_ROW:
                 panels.append([])
-            panels[-1].append((f"{WORKS[work]}, {num_tokens} tokens a rank", [line for line in lines if line.points]))
-    xlabel = "SMs of a call" if on_gpu(result) else "SMs of a call (without meaning on the host)"
-    ylabel = "GB/s, own rank" if alone else "GB/s from other ranks"
+            lines = _bandwidth(result, part, others, work, over)
+            panels[-1].append((WORKS[work] + which, [line for line in lines if line.points]))
+    is_alone = Sizes.of(result).num_ranks == 1
+    xlabel, ylabel = (
+        {"sms": "SMs of a call", "tokens": "tokens of a rank"}[over],
+        f"GB/s{', own rank' if is_alone else ' from other ranks'}",
+    )
     with rc_context(STYLE):
         figure, axes = _grid(result, len(panels), max(map(len, panels)), "Throughput")
         top = 1.12 * max(gb_s for row in panels for _, lines in row for line in lines for gb_s in line.points.values()) or 1.0
@@ -102,25 +92,63 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) 
         return figure
 
 
-def _in_the_time_of_plain(rows: Iterable[Row], alone: bool) -> list[Line]:
+def _bandwidth(
+    result: Mapping[str, Any], rows: Sequence[Row], references: Sequence[Reference], work: str, over: str
+) -> list[Line]:
+    """Make the lines of a panel of throughput.
+
+    Args:
+        result: The result.
+        rows: Its rows of this panel, of all works.
+        references: Figures to compare with.
+        work: The work of this panel, without the routing.
+        over: What differs between the points of a line: "sms" or "tokens".
+    """
+    sizes = Sizes.of(result)
+    alone = sizes.num_ranks == 1  # no bytes cross a link
+    here = [row for row in rows if row.work.startswith(work)]
+    lines = [Line(_ceilings(result, rows, over), "copy ceiling", CEILING, "", ":")] if on_gpu(result) else []
+    for routing, colour in OURS.items():
+        mine = [row for row in here if row.work in (f"{work}_{routing}", work if routing == "known" else None)]
+        points = {getattr(row, over): _gb_s(row, alone) for row in mine}
+        label = "this run" if work.startswith("combine") else ROUTINGS[routing]
+        lines.append(Line(points, label, colour, MARKERS[routing]))
+    for reference, colour in zip(references, itertools.cycle(THEIRS), strict=False):
+        lines += _their_bandwidth(reference, sizes, work, rows, over, colour)
+    if work == "dispatch_expert":
+        lines += _in_two_steps(rows, over, alone)
+    return lines + _in_the_time_of_plain(here, over, alone)
+
+
+def _gb_s(row: Row, alone: bool) -> float:
+    return row.gb_s if alone else row.remote_gb_s
+
+
+def _ceilings(result: Mapping[str, Any], rows: Iterable[Row], over: str) -> dict[int, float]:
+    """Return the copy ceiling at the points of a panel."""
+    found = result["copy_ceiling_gb_s"]
+    # The largest method has no number of SMs. Older results have only the kernel's figures.
+    by_sms = {int(sms): found["used"] if "by_method" in found else gb_s for sms, gb_s in found["by_sms"].items()}
+    return by_sms if over == "sms" else {row.tokens: by_sms.get(row.sms, found["used"]) for row in rows}
+
+
+def _in_the_time_of_plain(rows: Iterable[Row], over: str, alone: bool) -> list[Line]:
     """Return the bandwidth that compressed combines would have if they took as long as plain ones."""
     points = {
-        row.sms: (row.gb_s if alone else row.remote_gb_s) * row.percent_of_combine / 100
-        for row in rows
-        if row.percent_of_combine is not None
+        getattr(row, over): _gb_s(row, alone) * row.percent_of_combine / 100 for row in rows if row.percent_of_combine is not None
     }
     return [Line(points, "in the time of\na plain combine", THEIRS[0], "D", "--")]
 
 
-def _in_two_steps(rows: Iterable[Row], num_tokens: int, alone: bool) -> list[Line]:
+def _in_two_steps(rows: Iterable[Row], over: str, alone: bool) -> list[Line]:
     """Return the bandwidth of plain dispatch, and then a copy of the rows by expert."""
-    of = {(row.work, row.sms): row for row in rows if row.tokens == num_tokens}
+    of = {(row.work, getattr(row, over)): row for row in rows}
     lines = []
     for step, colour in (("copy", THEIRS[0]), ("permute", THEIRS[1])):
         points = {}
-        for (work, sms), plain in of.items():
-            if work == "dispatch_bf16_known" and (then := of.get((f"{step}_expert", sms))):
-                points[sms] = (plain.gb_s if alone else plain.remote_gb_s) * plain.us / (plain.us + then.us)
+        for (work, at), plain in of.items():
+            if work == "dispatch_bf16_known" and (then := of.get((f"{step}_expert", at))):
+                points[at] = _gb_s(plain, alone) * plain.us / (plain.us + then.us)
         lines.append(Line(points, f"dispatch, then {step}", colour, "D", "--"))
     return lines
 
@@ -145,7 +173,7 @@ def low_latency(result: Mapping[str, Any], references: Iterable[Reference] = ())
             lines.append(Line(theirs, _name(reference, sizes), colour, "D", "--"))
         lines = [line for line in lines if line.points]
         gb_s = result["copy_ceiling_gb_s"]["used"]
-        if sizes.num_ranks > 1 and gb_s:
+        if sizes.num_ranks > 1 and gpu and gb_s:
             at = {row.tokens: sum(sizes.remote_bytes(work, row.tokens) for work in works[part]) / gb_s / 1e3 for row in rows}
             lines.append(Line(at, "rows at the\ncopy ceiling", CEILING, "", ":"))
         panels.append((name, lines))
@@ -180,11 +208,16 @@ def _name(reference: Reference, sizes: Sizes) -> str:
     return name if theirs == sizes.num_ranks else f"{name}, {theirs} ranks"
 
 
-def _their_bandwidth(reference: Reference, sizes: Sizes, work: str, tokens: int, colour: str) -> list[Line]:
+def _their_bandwidth(reference: Reference, sizes: Sizes, work: str, rows: Sequence[Row], over: str, colour: str) -> list[Line]:
+    tokens, sms = {row.tokens for row in rows}, {row.sms for row in rows}
     lines = []
     for routing in ROUTINGS:
         names = (f"{work}_{routing}", work if routing == "known" else None)
-        points = {sms: p.remote_gb_s for (what, t, sms), p in reference.throughput.items() if what in names and t == tokens}
+        points = {
+            (at_sms if over == "sms" else at_tokens): point.remote_gb_s
+            for (what, at_tokens, at_sms), point in reference.throughput.items()
+            if what in names and at_tokens in tokens and (over == "sms" or at_sms in sms)
+        }
         label = _name(reference, sizes) + ("" if work.startswith("combine") else f",\n{ROUTINGS[routing]}")
         lines.append(Line(points, label, colour, MARKERS[routing], "--"))
     return lines

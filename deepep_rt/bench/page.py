@@ -59,7 +59,7 @@ def section(result: Mapping[str, Any], references: Sequence[Reference], picture_
         picture_file: The file of the picture, relative to the report.
     """
     is_low_latency, used = bool(low_latency_rows(result)), [reference for reference in references if is_shown(result, reference)]
-    name, alt = ("Low latency", "Latency by tokens") if is_low_latency else ("Throughput", "Bandwidth by SMs")
+    name, alt = ("Low latency", "Latency by tokens") if is_low_latency else ("Throughput", "Bandwidth")
     commit = (result["commit"].get("id") or "unknown")[:12] + (", with changes" if result["commit"].get("dirty") else "")
     parts = [
         f"## {name}: {markdown_text(title(result))}",
@@ -68,7 +68,7 @@ def section(result: Mapping[str, Any], references: Sequence[Reference], picture_
         ),
         *(f"> **Note:** {markdown_text(warning)}" for warning in _warnings(result, used)),
         f"![{alt}]({picture_file})",
-        markdown_text(_low_latency_caption(result) if is_low_latency else _throughput_caption(used)),
+        markdown_text(_low_latency_caption(result) if is_low_latency else _throughput_caption(result, used)),
         "### All rows",
         *_table(report.low_latency_table(result) if is_low_latency else report.throughput_table(result)),
     ]
@@ -98,20 +98,21 @@ def _warnings(result: Mapping[str, Any], references: Iterable[Reference]) -> lis
     return found + [f"{'; '.join(those)}: {text}" for text, those in names.items() if text]
 
 
-def _throughput_caption(references: Sequence[Reference]) -> str:
-    text = "The dotted line is the copy ceiling: the bandwidth of plain copies from every rank to every other, by the fastest method. "
+def _throughput_caption(result: Mapping[str, Any], references: Sequence[Reference]) -> str:
+    ceiling = "The dotted line is the copy ceiling: the bandwidth of plain copies from every rank to every other, by the fastest method. "
     expected = "For references, the bytes are the expected number for random routing with the sizes of their file. "
-    return text + (expected if references else "") + "Host us: time of the host in a call, without waiting for its end."
+    text = (ceiling if on_gpu(result) else "") + (expected if references else "")
+    return text + "Host us: time of the host in a call, without waiting for its end."
 
 
 def _low_latency_caption(result: Mapping[str, Any]) -> str:
     ceiling = f"{result['copy_ceiling_gb_s']['used']:.4g} GB/s"
-    text = f"The dotted line is the time that the expected rows of random routing take at the copy ceiling, {ceiling}. "
     graphs = (
+        f"The dotted line is the time that the expected rows of random routing take at the copy ceiling, {ceiling}. "
         "Graph: mean of a call in a captured chain. Step: one replay of a graph of dispatch and combine, replayed back to back. "
         "Send, recv: the halves of a call with a hook. One by one: both calls without a graph. "
     )
-    return text + (graphs if on_gpu(result) else "") + "Host: time of the host in a call."
+    return (graphs if on_gpu(result) else "") + "Host: time of the host in a call."
 
 
 def _low_latency_comparison(result: Mapping[str, Any], reference: Reference) -> report.ResultTable | None:

@@ -18,13 +18,18 @@ from .results import (
     ceiling_note,
     format_us,
     fp8_or_bf16,
+    has_one_number_of_sms,
     low_latency_rows,
+    on_gpu,
     row_bytes,
     throughput_rows,
     title,
 )
 
 _WIDTH_OF_LOGS = 120
+_WITHIN_A_RANK = ("copy_expert", "permute_expert")
+"""Works whose bytes cross no link."""
+
 _LOW_LATENCY_COLUMNS = {
     "graph D": "graph_dispatch_us",
     "graph C": "graph_combine_us",
@@ -79,7 +84,8 @@ def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()
 def throughput_table(result: Mapping[str, Any]) -> ResultTable:
     """Make the table of all rows of a throughput result."""
     ceiling = result["copy_ceiling_gb_s"]["used"]
-    caption = f"GB/s: {BYTE_FORMULA}. Copy ceiling of this run: {ceiling_note(result)}."
+    caption = f"GB/s: {BYTE_FORMULA}."
+    caption += f" Copy ceiling of this run: {ceiling_note(result)}." if on_gpu(result) else ""
     caption += "".join(f" {work} was not measured: {reason}." for work, reason in (result.get("left_out") or {}).items())
     heads = ["work", "tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"]
     rows = throughput_rows(result)
@@ -88,12 +94,19 @@ def throughput_table(result: Mapping[str, Any]) -> ResultTable:
         heads.append("prepared us")
         caption += " Host us: the time of the host in a call. Prepared us: the same in a prepared call."
         cells = [[*line, format_us(row.host_prepared_us)] for line, row in zip(cells, rows, strict=True)]
-    return ResultTable(title(result), heads, cells, caption)
+    return _of_this_machine(result, ResultTable(title(result), heads, cells, caption))
+
+
+def _of_this_machine(result: Mapping[str, Any], table: ResultTable) -> ResultTable:
+    """Leave out columns without a meaning on the host backend: the number of SMs, and the share of what links of GPUs carry."""
+    without = set() if on_gpu(result) else {"% of ceiling", *(["SMs"] if has_one_number_of_sms(result) else [])}
+    kept = [i for i, head in enumerate(table.heads) if head not in without]
+    return table._replace(heads=[table.heads[i] for i in kept], rows=[[row[i] for i in kept] for row in table.rows])
 
 
 def _throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
     share = f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
-    bandwidths = (f"{row.gb_s:.4g}", f"{row.remote_gb_s:.4g}", share)
+    bandwidths = (f"{row.gb_s:.4g}", *(("-", "-") if row.work in _WITHIN_A_RANK else (f"{row.remote_gb_s:.4g}", share)))
     return [row.work, str(row.tokens), str(row.sms), format_us(row.us), *bandwidths, format_us(row.host_us)]
 
 
@@ -108,22 +121,25 @@ def compression_table(result: Mapping[str, Any]) -> ResultTable | None:
         for row in throughput_rows(result)
         if row.percent_of_combine is not None and row.row_bytes is not None
     ]
+    same = "tokens and SMs" if on_gpu(result) else "tokens"
     caption = (
-        "% of combine: the time, of that of combine_bf16 with the same tokens and SMs in this run. Row bytes: the bytes of a row on the "
-        "way, which GB/s counts. In the picture, the broken line is the bandwidth if the same bytes took as long as a plain combine."
+        f"% of combine: the time, of that of combine_bf16 with the same {same} in this run. Row bytes: the bytes of a row on the way, "
+        "which GB/s counts. In the picture, the broken line is the bandwidth if the same bytes took as long as a plain combine."
     )
     heads = ["work", "tokens", "SMs", "us", "% of combine", "row bytes", "% of BF16 bytes"]
-    return ResultTable("combine with compressed rows", heads, rows, caption) if rows else None
+    return _of_this_machine(result, ResultTable("combine with compressed rows", heads, rows, caption)) if rows else None
 
 
 def throughput_comparison(result: Mapping[str, Any], reference: Reference) -> ResultTable | None:
     """Make the table of a result and a reference. Return None if they share no work with the same number of tokens."""
     pairs, sizes = pair_rows(throughput_rows(result), reference.throughput), Sizes.of(result)
+    if not on_gpu(result) and has_one_number_of_sms(result):
+        pairs = [pair for pair in pairs if pair.sms == "best"]
     if not pairs:
         return None
     rows = [[pair.work, *comparison_cells(pair, not difference_note(sizes, reference))] for pair in pairs]
     caption = f"Theirs: {reference.where}. {ratio_note(sizes, reference)}"
-    return ResultTable(f"compared with {reference.name}", ["work", *COMPARISON_HEADS], rows, caption)
+    return _of_this_machine(result, ResultTable(f"compared with {reference.name}", ["work", *COMPARISON_HEADS], rows, caption))
 
 
 def low_latency_table(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> ResultTable:

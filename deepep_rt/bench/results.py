@@ -207,6 +207,11 @@ def on_gpu(result: Mapping[str, Any]) -> bool:
     return result["settings"]["backend"] == "cuda"
 
 
+def has_one_number_of_sms(result: Mapping[str, Any]) -> bool:
+    """Tell whether all rows of a throughput result have the same number of SMs. The host backend has none, and measures one number."""
+    return len({row.sms for row in throughput_rows(result)}) == 1
+
+
 def title(result: Mapping[str, Any]) -> str:
     """Format machine and sizes of a result in a line."""
     sizes, settings = Sizes.of(result), result["settings"]

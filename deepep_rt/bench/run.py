@@ -151,8 +151,8 @@ _Run = Callable[[_Step], dict[str, Any] | None]
 def _throughput(comm: Intracomm, common: dict[str, Any], sizes: AskedSizes) -> tuple[int, _Run]:
     from . import throughput
 
-    if common["backend"] == "host":  # SMs have no meaning there, and calls are slow
-        common |= {"tokens": (64, 256), "sms": (24,), "calls": 5}
+    if common["backend"] == "host":  # calls are slow
+        common |= {"tokens": (64, 256), "calls": 5}
     elif common["quick"]:
         common |= {"tokens": (1024,), "sms": (16, 24)}
     settings = throughput.Settings(**common)

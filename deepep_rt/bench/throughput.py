@@ -86,6 +86,8 @@ class Settings(program.Settings):
     def __post_init__(self) -> None:
         if self.quick:
             self.calls, self.repeats, self.warmup = 2, 2, 1
+        if self.backend == "host" and self.sms == Settings.sms:  # the host has none
+            self.sms = (24,)
 
 
 def works(text: str) -> tuple[str, ...]:
@@ -254,7 +256,7 @@ class Bench:
                 for work, call in self.cases(buffer, sets, num_tokens):
                     if work not in settings.works:
                         continue
-                    self.step(f"{work}, {num_tokens} tokens, {sms} SMs")
+                    self.step(f"{work}, {num_tokens} tokens" + (f", {sms} SMs" if self.machine.on_gpu else ""))
                     if not self.is_possible(work, call):
                         continue
                     if work in compressed.WORKS:

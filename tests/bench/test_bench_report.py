@@ -123,7 +123,7 @@ def test_bytes_are_received_rows_times_row_bytes(run):
 
 def test_table_and_comparison_are_printed(run):
     printed = run[0]
-    assert "% of ceiling" in printed
+    assert "ceiling" not in printed
     assert "prepared us" in printed
     assert "compared with DeepEP V1" in printed
     assert "compared with DeepEP V2" in printed
@@ -308,6 +308,14 @@ def test_no_column_head_is_cut(columns, monkeypatch, capsys):
     words = " ".join(lines).split()
     for head in ("remote", "ceiling", "their", "DeepEP", "V1", "D+C", "one", "C", "recv", "p99"):
         assert head in words
+
+
+def test_copies_within_a_rank_have_no_share_of_the_links(capsys):
+    report.print_result(read(ROOT / "bench/results/h200x2_2026-11-26.json"))
+    lines = [[cell.strip() for cell in line.split("│")] for line in capsys.readouterr().out.splitlines() if "_expert" in line]
+    shares = {line[1]: line[6:8] for line in lines}
+    assert shares["copy_expert"] == shares["permute_expert"] == ["-", "-"]
+    assert "-" not in shares["dispatch_expert_known"]
 
 
 def test_one_rank_has_no_remote_bandwidth(capsys):
