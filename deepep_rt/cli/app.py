@@ -18,7 +18,13 @@ from .doctor import doctor
 from .soak import soak
 from .statistics import statistics
 
-app = typer.Typer(help="Expert-parallel dispatch and combine.", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    help="Expert-parallel dispatch and combine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"max_content_width": 120},  # columns of --help; 80 if the terminal has no more
+)
 app.add_typer(cli_cache.app, name="cache")
 app.command()(bench)
 app.command()(doctor)
@@ -29,7 +35,7 @@ app.command("compile")(compile_)
 
 @app.command("shim-path")
 def shim_path() -> None:
-    """Print the folder to put in front of PYTHONPATH for programs that import `deep_ep` by themselves."""
+    """Print the folder that holds `deep_ep`. Put it in front of PYTHONPATH for programs that import `deep_ep` by themselves."""
     print(compat_shim.shim_path())
 
 

@@ -38,7 +38,7 @@ def bench(
     ] = None,
     near_us: Annotated[float | None, typer.Option(help="Model: microseconds of an empty call in a node.")] = None,
     nic: Annotated[
-        str, typer.Option(help="Model: kind of the NIC of each rank, such as ib-ndr, roce-100, efa-200 or tcp-25.")
+        str, typer.Option(help="Model: kind of NIC of each rank: ib-ndr, roce-100, efa-200, tcp-25 or others.")
     ] = "ib-ndr",
     nic_gb_s: Annotated[float | None, typer.Option(help="Model: line rate of a rank's NIC, or of its share of one.")] = None,
     nic_share: Annotated[float | None, typer.Option(help="Model: part of the line rate that rows reach. Default: 0.864.")] = None,
@@ -51,7 +51,7 @@ def bench(
     groups: Annotated[int, typer.Option(help="Model: most nodes of a token in throughput calls; 0: no limit.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Measure on the ranks of the current mpirun, and write a report with pictures: mpirun -n 8 python -m deepep_rt bench."""
+    """Measure the speed of calls on all ranks. Write a report with pictures. Example: mpirun -n 8 python -m deepep_rt bench."""
     if model:
         from ..bench import model_report
 

@@ -22,7 +22,11 @@ from ..kernels.table import KERNELS
 from . import tables
 from .options import Json
 
-app = typer.Typer(help="The disk cache of compiled kernels, and stored tunings.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="List, check and clear compiled kernels. The same folder has stored tunings.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 _SIZES = ("kNumRanks", "kNumMaxTokens", "kHidden", "kNumTopk", "kNumExperts", "kRingDepth", "kRanksPerNode")
 _MOST_CHOICES = 10  # keys in the answer to an ambiguous one
@@ -30,7 +34,7 @@ _MOST_CHOICES = 10  # keys in the answer to an ambiguous one
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """List the compiled kernels, and count the stored tunings."""
+    """List the compiled kernels. Count the stored tunings."""
     store = KernelCache()
     entries = store.entries()
     if as_json:
@@ -63,7 +67,7 @@ def list_(as_json: Json = False) -> None:
 
 @app.command()
 def show(key: Annotated[str, typer.Argument(help="A key, or a unique beginning of one.")], as_json: Json = False) -> None:
-    """Print all recorded facts about one compiled kernel."""
+    """Print what is recorded about a kernel."""
     if not key:
         raise EPConfigError("key=''; expected a key or its beginning. Choose one from: python -m deepep_rt cache list")
     store = KernelCache()
@@ -91,7 +95,7 @@ def show(key: Annotated[str, typer.Argument(help="A key, or a unique beginning o
 
 @app.command()
 def check(as_json: Json = False) -> None:
-    """Compare the machine code of the compiled kernels with what it must have. It needs nvdisasm. Exit status 1 if it lacks something."""
+    """Check the machine code of all kernels. Compare it with what it must have, by nvdisasm. Exit status 1 if it lacks something."""
     store = KernelCache()
     found = store.entries()
     entries = [entry for entry in found if isinstance(entry, Entry) and _has_promises(entry)]

@@ -65,7 +65,7 @@ def compile_(
     strict: Annotated[bool, typer.Option("--strict", help="Fail if a kernel spills or has an undeclared stack frame.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Compile every kernel of a configuration ahead of time; no GPU is needed. Without --arch: for the GPU of this machine."""
+    """Compile kernels ahead of time. These are all that a Buffer of these sizes needs. With --arch, no GPU is needed."""
     config = Config(
         num_ranks=ranks,
         num_max_tokens_per_rank=tokens,

@@ -34,7 +34,7 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Examine this machine, or all ranks under mpirun, and print faults and remedies. Exit status 1 if Buffers cannot work."""
+    """Find what is wrong on this machine. Under mpirun, examine all ranks. Exit status 1 if Buffers cannot work."""
     from ..doctor import report
 
     if backend not in ("auto", "cuda", "host"):

@@ -35,7 +35,7 @@ def soak(
     timeout_s: Annotated[float, typer.Option(help="Seconds after which a silent rank ends the run.")] = 60.0,
     progress_s: Annotated[float, typer.Option(help="Seconds between lines of progress.")] = 10.0,
 ) -> None:
-    """Run random rounds of both modes on all ranks of this mpirun and check every byte. Exit status 1 if a byte or a call is wrong."""
+    """Check every byte of random calls. They are of both modes, on all ranks of this mpirun. Exit status 1 if a byte or a call is wrong."""
     from .. import soak
 
     asked = soak.Asked(

@@ -26,7 +26,7 @@ def statistics(
     follow: Annotated[bool, typer.Option("--follow", help="Print once a second, until the Buffers are destroyed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print calls, traffic and waits of all ranks of a running job, and name the rank that the others wait for."""
+    """Print calls, traffic and waits of a job. Name the rank that the others wait for."""
     if not folder.is_dir():
         raise EPConfigError(
             f"{folder} is no folder; expected the one that DEEPEP_RT_STATISTICS of the job names. Set the variable on all ranks to an "

@@ -513,11 +513,24 @@ def test_a_missing_mpi_is_named(command: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_help_names_the_commands() -> None:
-    done = subprocess.run([sys.executable, "-m", "deepep_rt", "--help"], capture_output=True, text=True, check=True, timeout=60)
-    assert "compile" in done.stdout
-    assert "cache" in done.stdout
-    assert "bench" in done.stdout
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("words", [(), ("cache",)], ids=["deepep_rt", "cache"])
+def test_help_describes_each_command_in_a_whole_line(
+    words: tuple[str, ...], columns: int, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((columns, 24)))
+    shown = terminal(*words, "--help")
+    commands = dict(re.findall(r"^  ([a-z-]+)  +(\S.*)$", shown.partition("Commands:")[2], re.M))
+    assert len(commands) >= 5
+    assert all(text.endswith(".") and not text.endswith("...") for text in commands.values()), shown
+    assert max(map(len, shown.splitlines())) <= columns
+
+
+def test_help_uses_a_wide_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((120, 24)))
+    for words in (("bench",), ("cache", "check")):
+        assert 90 < max(map(len, terminal(*words, "--help").splitlines())) <= 120
 
 
 def test_version(terminal: Terminal) -> None:

@@ -269,6 +269,7 @@ def test_the_command_line_reference_is_up_to_date():
     from deepep_rt.cli import app as cli
 
     page = PAGES["docs/cli.md"].read_text()
+    assert "..." not in page.replace("COMMAND [ARGS]...", ""), "a first sentence of more than 45 characters is cut off"
     sections = dict(re.findall(r"^#+ `python -m deepep_rt ([^`]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
     commands = dict(leaf_commands(typer.main.get_command(cli.app)))
     assert {name for name in sections if "**Commands**" not in sections[name]} == set(commands)
