@@ -139,8 +139,23 @@ def test_python_blocks_run_without_extras(tmp_path):
     run_python_blocks(text, tmp_path, check, **environment)
 
 
-def test_python_blocks_of_the_readme_run(tmp_path):
-    run_python_blocks(README, tmp_path, "\nassert x.grad.isfinite().all() and x.grad.any() and out.shape == x.shape\n")
+def test_the_readmes_program_prints_what_the_readme_shows(tmp_path):
+    """The numbers may differ between versions of PyTorch, and launchers may mix the ends of lines."""
+    printed = run_python_blocks(README, tmp_path, "\nassert x.grad.isfinite().all() and x.grad.any() and out.shape == x.shape\n")
+    (shown,) = [content for language, content in blocks(README) if language == "text"]
+    for line in shown.splitlines():
+        assert re.search(re.sub(r"\d\d+", r"\\d+", line.rpartition(" ")[0]) + r" \d", printed), printed
+
+
+def test_the_readmes_program_has_what_it_needs():
+    """Its command installs PyTorch, and starts the file that the text names."""
+    setup, install, start = command("program").split(" && ")
+    environment = setup.removeprefix("python3 -m venv ")
+    assert install.startswith(f"{environment}/bin/pip install")
+    assert install.endswith(" torch")
+    assert start == f"{environment}/bin/mpirun -n 2 {environment}/bin/python program.py"
+    assert "`program.py`" in README
+    assert environment not in command("example"), "PyTorch's wheels replace packages of CUDA 12"
 
 
 @pytest.mark.parametrize(
