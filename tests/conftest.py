@@ -8,6 +8,8 @@ import os
 import pytest
 from paths import ROOT
 
+from deepep_rt._env import launch
+
 try:
     importlib.metadata.distribution("deepep_rt")
 except importlib.metadata.PackageNotFoundError:
@@ -34,6 +36,15 @@ SLOWEST_FIRST = (
     "test_host_nodes",
     "test_soak",
 )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the whole suite on all cores, unless the command says otherwise. Under an MPI launcher, each rank runs all tests itself."""
+    whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if whole and launch() is None and getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
+        config.option.numprocesses, config.option.dist = len(os.sched_getaffinity(0)), "loadfile"
+        config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

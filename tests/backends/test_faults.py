@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
 from paths import PROGRAMS, pythonpath
 
 
+@pytest.mark.full
 def test_rank_that_is_lost_in_a_call() -> None:
     """The rank is killed, sleeps, raises, or runs out of memory."""
     done = subprocess.run(

@@ -31,6 +31,7 @@ SIZES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("program", SIZES)
 def test_program(program: str) -> None:
     """All numbers of ranks share one start, because a start takes longer than most checks."""
@@ -40,7 +41,7 @@ def test_program(program: str) -> None:
     assert passed == {(check, size) for check in checks for size in SIZES[program]}, output
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, ""), (8, "4")])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, ""), pytest.param(8, "4", marks=pytest.mark.full)])
 @pytest.mark.parametrize("scenario", LATE)
 def test_late_rank(scenario: str, num_ranks: int, ranks_per_node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", ranks_per_node)
@@ -56,7 +57,7 @@ def masked_ranks(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[st
         yield {num_ranks: pool.submit(run_checks, num_ranks, "masks") for num_ranks in ((2, 4) if wanted else ())}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_masked_ranks(num_ranks: int, masked_ranks: dict[int, Future[str]]) -> None:
     """A single rank has no peer to mask. Eight ranks run these checks on GPUs (test_same_checks); on two cores they would take 90 s."""
     masked_ranks[num_ranks].result()

@@ -20,7 +20,7 @@ from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), *(pytest.param(4, n, marks=pytest.mark.full) for n in (2, 1))])
 @pytest.mark.parametrize("program", ["dispatch", "combine", "rounds"])
 def test_program(program: str, num_ranks: int, ranks_per_node: int) -> None:
     run_checks(num_ranks, program, "--ranks-per-node", str(ranks_per_node))
@@ -51,6 +51,7 @@ def run_on_threads(num_ranks: int, run: Callable[[StoreCommunicator], None]) -> 
         raise failed[0]
 
 
+@pytest.mark.full
 def test_64_ranks_of_8_nodes() -> None:
     """What a rank keeps of a routing has no table of all pairs of ranks."""
     ranks, node, tokens, topk = 64, 8, 3, 4

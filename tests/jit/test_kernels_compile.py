@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cu
 from deepep_rt import EPUnavailableError
 from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.jit import build, compiler
+from deepep_rt.kernels.kernel import Kernel
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import kernel_constants
 from deepep_rt.kernels.table import KERNELS
@@ -44,34 +47,42 @@ def _archs() -> list[str]:
         return []
 
 
+def _differs(kernel: Kernel, dtype: str | None, arch: str, shape: str) -> bool:
+    """Return whether the code differs from that of another case, so that compiling it too is worth the time."""
+    config = SHAPES[shape]
+    if (kernel.low_latency or kernel.over_nodes or kernel.compression) and not kernel.fits(config):
+        return False
+    return not (
+        (config.on_timeout == "mask" and not kernel.low_latency)  # the same kernel as without
+        or (
+            config.has_network and not (kernel.low_latency or kernel.over_nodes)
+        )  # the same, or one that such a Buffer does not use
+        or (kernel.over_nodes and dtype not in (None, "bfloat16"))  # little would differ, and compiling takes long
+        or (kernel.compression and shape not in FOR_COMPRESSED_ROWS)  # numbers of ranks and of choices change little
+        or (arch == "sm_100" and shape not in FOR_SM_100)  # the code of sm_90, which this test compiles for all shapes
+        or (kernel.is_local and shape != "8 ranks")  # one configuration is enough
+    )
+
+
+def _cases() -> Iterator[object]:
+    for shape, arch, (name, dtype) in itertools.product(SHAPES, _archs(), VARIANTS):
+        if _differs(KERNELS[name], dtype, arch, shape):
+            quick = arch == "sm_90" and shape in FOR_SM_100 and dtype in (None, "bfloat16")
+            yield pytest.param(arch, name, dtype, shape, marks=() if quick else pytest.mark.full)
+
+
 @pytest.fixture(scope="module")
 def cache_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One cache for all kernels. With a cache each, every kernel over NVSHMEM would compile NVSHMEM's headers, for five seconds."""
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("name", "dtype"), VARIANTS)
-@pytest.mark.parametrize("arch", _archs())
+@pytest.mark.parametrize(("arch", "name", "dtype", "shape"), _cases())
 def test_every_kernel_compiles_without_spills(
     arch: str, name: str, dtype: str | None, shape: str, cache_of_all: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(cache_of_all))
     kernel, config = KERNELS[name], SHAPES[shape]
-    if config.on_timeout == "mask" and not kernel.low_latency:
-        return  # the same kernel as without
-    if (kernel.low_latency or kernel.over_nodes or kernel.compression) and not kernel.fits(config):
-        return
-    if config.has_network and not (kernel.low_latency or kernel.over_nodes):
-        return  # the same kernel as without, or one that such a Buffer does not use
-    if kernel.over_nodes and dtype not in (None, "bfloat16"):
-        return  # little would differ, and compiling takes long
-    if kernel.compression and shape not in FOR_COMPRESSED_ROWS:
-        return  # numbers of ranks and of choices change little
-    if arch == "sm_100" and shape not in FOR_SM_100:
-        return  # the code of sm_90, which this test compiles for all shapes
-    if kernel.is_local and shape != "8 ranks":
-        return  # one configuration is enough
     constants = kernel_constants(Layout(config), arch, kernel, dtype)
     if arch == "sm_100":
         # NVSHMEM's library for CUDA 12 has no sm_100 code, so nvJitLink compiles all of it for two minutes. ptxas reports spills before.

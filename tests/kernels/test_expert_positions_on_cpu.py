@@ -139,11 +139,12 @@ def test_tables(seed):
 def test_many_experts(tmp_path, pattern, replacement):
     """With many experts, shared memory has room for a part of them, or of the warps."""
     folder = broken(tmp_path, "experts/expert_positions.cu", pattern, replacement)
-    for seed in seeds(2):
+    for seed in range(2):
         with Machine(1, seed, cuda_src=folder) as machine:
             run_launches(machine, seed, 6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("pattern", "replacement"),
     [

@@ -342,6 +342,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("run_rounds", "file", "pattern", "replacement"), BROKEN)
 def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
     folder = broken(tmp_path, file, pattern, replacement)
@@ -357,6 +358,7 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
     assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8), **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "pattern", "replacement"),
     [

@@ -110,6 +110,7 @@ def choice_sums(dtype, weighted, settings, num_ranks=4):
         return [np.array(one.x) for one in back], wanted, returned
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("dtype", "weighted", "settings"),
     [

@@ -53,6 +53,7 @@ def test_moe_jax(num_ranks, ranks_per_node):
     assert end == "OK"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [[], ["--even"]])
 def test_overlap_micro_batches(options):
     line, end = run_example(2, "overlap_micro_batches.py", *options)
@@ -60,6 +61,7 @@ def test_overlap_micro_batches(options):
     assert re.search(r": \d+ us overlapped, \d+ us one after the other, same bits$", line)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_overlap_is_drawn(tmp_path, kind):
@@ -71,6 +73,7 @@ def test_overlap_is_drawn(tmp_path, kind):
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 
 
+@pytest.mark.full
 @needs_torch
 def test_profile_step(tmp_path):
     """Write a trace for each rank, with the ranges of all steps. If matplotlib is there, draw them."""

@@ -267,6 +267,7 @@ def test_everything_travels_with_the_wheel(wheel: Path) -> None:
     assert names == package | cuda
 
 
+@pytest.mark.full
 def test_kernels_compile_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
     with zipfile.ZipFile(wheel) as file:

@@ -158,6 +158,7 @@ def test_the_readmes_program_has_what_it_needs():
     assert environment not in command("example"), "PyTorch's wheels replace packages of CUDA 12"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "path",
     [path for path in DOCS if "```python\n" in path.read_text() and path not in (*WITHOUT_EXTRAS, DOES_NOT_WORK)],
