@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shutil
+import tempfile
 
+import kept
 import pytest
 from paths import ROOT
 
@@ -14,6 +17,8 @@ try:
     importlib.metadata.distribution("deepep_rt")
 except importlib.metadata.PackageNotFoundError:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+kept.folder()  # before a test sets DEEPEP_RT_CACHE_DIR
 
 # Workers take whole files in this order. A long file at the end would leave the others idle.
 SLOWEST_FIRST = (
@@ -45,6 +50,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if whole and launch() is None and getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
         config.option.numprocesses, config.option.dist = len(os.sched_getaffinity(0)), "loadfile"
         config.option.loadscopereorder = False
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Bound the kept folder, and give PyTorch a folder of this run: a run that is killed may leave a broken library in the shared one."""
+    if hasattr(config, "workerinput"):
+        return  # the first process of the run has done it
+    kept.delete_oldest(kept.folder())
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="torchinductor_of_tests_")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
 
+import kept
 from entries import entry
 from without import without
 
@@ -52,21 +53,32 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """Compile every kernel for two targets. Return the JSON output and the cache."""
-    folder = tmp_path_factory.mktemp("compiled") / "cache"
-    words = [sys.executable, "-m", "deepep_rt", "compile", "--arch", "sm_80", "--arch", "sm_90", "--strict", "--json"]
-    environment = {**os.environ, "DEEPEP_RT_CACHE_DIR": str(folder)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+def compile_kept(*words: str) -> list[dict[str, Any]]:
+    """Run `compile` with the kept kernels, which a run of other tests has compiled. Return the JSON output."""
+    command = [sys.executable, "-m", "deepep_rt", "compile", *words, "--json"]
+    environment = {**os.environ, "DEEPEP_RT_CACHE_DIR": str(kept.kernels())}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout), folder
+    return json.loads(done.stdout)
+
+
+def copy_kept(rows: list[dict[str, Any]], cache: Path) -> None:
+    """Copy kernels that `compile_kept` returned to a cache."""
+    for row in rows:
+        (cache / row["arch"]).mkdir(parents=True, exist_ok=True)
+        shutil.copy(kept.kernels() / row["arch"] / (row["key"] + SUFFIX), cache / row["arch"])
+
+
+@pytest.fixture(scope="module")
+def for_sm_90() -> list[dict[str, Any]]:
+    """Compile every kernel, as a user does."""
+    return compile_kept("--arch", "sm_90", "--strict")
 
 
 @pytest.fixture
-def filled(compiled: tuple[list[dict[str, Any]], Path], cache: Path) -> Path:
+def filled(for_sm_90: list[dict[str, Any]], cache: Path) -> Path:
     """Fill the cache with every kernel for sm_90."""
-    shutil.copytree(compiled[1] / "sm_90", cache / "sm_90")
+    copy_kept(for_sm_90, cache)
     return cache
 
 
@@ -92,19 +104,23 @@ def terminal(capsys: pytest.CaptureFixture[str]) -> Terminal:
     return Terminal(capsys)
 
 
-def test_compile_makes_every_kernel_for_every_target(
-    terminal: Terminal, compiled: tuple[list[dict[str, Any]], Path], filled: Path
-) -> None:
-    rows, _ = compiled
+@pytest.mark.usefixtures("filled")
+def test_compile_makes_every_kernel(terminal: Terminal, for_sm_90: list[dict[str, Any]]) -> None:
+    assert [(row["arch"], row["kernel"]) for row in for_sm_90] == [("sm_90", name) for name in ONE_NODE]
+    assert all(row["registers"] > 0 and row["spill_stores"] == 0 for row in for_sm_90)
+    again = terminal.json("compile", "--arch", "sm_90")
+    assert {row["status"] for row in again} == {"cached"}
+    assert [row["key"] for row in again] == [row["key"] for row in for_sm_90]
+
+
+@pytest.mark.full
+def test_compile_makes_every_kernel_for_every_target(terminal: Terminal) -> None:
+    rows = terminal.json("compile", "--arch", "sm_80", "--arch", "sm_90", "--strict")
     old = [name for name, kernel in ONE_NODE.items() if not kernel.needs_fp8]
     assert [(row["arch"], row["kernel"]) for row in rows] == [("sm_80", name) for name in old] + [
         ("sm_90", name) for name in ONE_NODE
     ]
     assert {row["status"] for row in rows} == {"compiled"}
-    assert all(row["registers"] > 0 and row["spill_stores"] == 0 for row in rows)
-    again = terminal.json("compile", "--arch", "sm_90")
-    assert {row["status"] for row in again} == {"cached"}
-    assert [row["key"] for row in again] == [row["key"] for row in rows if row["arch"] == "sm_90"]
 
 
 @pytest.mark.usefixtures("filled")
@@ -117,7 +133,8 @@ def test_compile_shows_its_progress_in_a_terminal(terminal: Terminal, monkeypatc
     assert f"{rows[-1]['kernel']} for sm_90" in terminal.err
 
 
-def test_compile_takes_a_configuration(terminal: Terminal) -> None:
+def test_compile_takes_a_configuration(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_compile, "KERNELS", {name: KERNELS[name] for name in ("route", "combine", "fp8_encode")})
     sizes = ["--ranks", "3", "--tokens", "100", "--hidden", "512", "--topk", "2", "--experts", "6", "--dtype", "float32"]
     rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--combine-dtype", "float32", "--combine-dtype", "float16")
     assert [row["dtype"] for row in rows if row["kernel"] == "combine"] == ["float32", "float16"]
@@ -138,8 +155,10 @@ def test_compile_for_statistics(terminal: Terminal, monkeypatch: pytest.MonkeyPa
     assert (again["key"], again["status"]) == (counting["key"], "cached")
 
 
-def test_a_buffer_finds_the_compiled_kernels(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.full
+def test_a_buffer_finds_the_compiled_kernels(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Nodes, masks and slots are compiled in, and the keys agree."""
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(kept.kernels()))
     low_latency = {name: kernel for name, kernel in KERNELS.items() if kernel.low_latency and not kernel.scale_up_only}
     monkeypatch.setattr(cli_compile, "KERNELS", low_latency)
     sizes = ["--ranks", "4", "--tokens", "64", "--hidden", "512", "--topk", "4", "--experts", "16"]
@@ -149,6 +168,8 @@ def test_a_buffer_finds_the_compiled_kernels(terminal: Terminal, monkeypatch: py
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", "2")
     assert [row["constants"] for row in terminal.json("compile", *settings)] == [row["constants"] for row in rows]
     monkeypatch.delenv("DEEPEP_RT_RANKS_PER_NODE")
+    copy_kept(rows, cache)
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(cache))
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
     nodes = dict(ranks_per_node=2, path="direct")
     config = Config(4, 64, 512, 4, 16, num_slots=3, low_latency=True, on_timeout="mask", timeout_s=3.0, **nodes)
@@ -206,9 +227,11 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     assert names[1] - far == of_one_node
 
 
-def test_fp8_buffers_have_no_combine_by_default(terminal: Terminal) -> None:
-    rows = terminal.json("compile", "--arch", "sm_90", "--dtype", "float8_e4m3fn")
-    assert "combine" not in [row["kernel"] for row in rows]
+def test_fp8_buffers_have_no_combine_by_default(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "build", lambda *_: SimpleNamespace(info={}, key="", compiled=True))
+    names = [row["kernel"] for row in terminal.json("compile", "--arch", "sm_90", "--dtype", "float8_e4m3fn")]
+    assert "dispatch" in names
+    assert "combine" not in names
 
 
 def test_all_means_the_architectures_that_nvrtc_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +260,7 @@ def test_wrong_arguments_are_explained(terminal: Terminal, cache: Path, args: li
     assert "Traceback" not in terminal.err
 
 
+@pytest.mark.usefixtures("filled")
 def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +275,7 @@ def test_a_kernel_that_does_not_compile_fails_the_command_but_not_the_others(
     rows = terminal.json("compile", "--arch", "sm_90", status=1)
     assert "dispatch.cu(7): error: nonsense" in terminal.err
     assert {row["kernel"]: row["status"] for row in rows} == {
-        name: "failed" if name == "dispatch" else "compiled" for name in ONE_NODE
+        name: "failed" if name == "dispatch" else "cached" for name in ONE_NODE
     }
 
 
@@ -275,10 +299,10 @@ def test_strict_objects_to_spills_and_frames(
     assert message in terminal.err
 
 
-def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Path) -> None:
+def test_the_cache_can_be_listed_shown_and_cleared(terminal: Terminal, cache: Path, for_sm_90: list[dict[str, Any]]) -> None:
     assert f"{cache} is empty" in terminal("cache", "list")
     assert terminal.json("cache", "list") == []
-    terminal("compile", "--arch", "sm_90")
+    copy_kept(for_sm_90, cache)
     listed = terminal.json("cache", "list")
     assert {entry["kernel"] for entry in listed} == set(ONE_NODE)
     table = terminal("cache", "list")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
+import kept
 import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
@@ -71,22 +71,17 @@ def _cases() -> Iterator[object]:
             yield pytest.param(arch, name, dtype, shape, marks=() if quick else pytest.mark.full)
 
 
-@pytest.fixture(scope="module")
-def cache_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for all kernels. With a cache each, every kernel over NVSHMEM would compile NVSHMEM's headers, for five seconds."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.parametrize(("arch", "name", "dtype", "shape"), _cases())
 def test_every_kernel_compiles_without_spills(
-    arch: str, name: str, dtype: str | None, shape: str, cache_of_all: Path, monkeypatch: pytest.MonkeyPatch
+    arch: str, name: str, dtype: str | None, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(cache_of_all))
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(kept.kernels()))
     kernel, config = KERNELS[name], SHAPES[shape]
     constants = kernel_constants(Layout(config), arch, kernel, dtype)
     if arch == "sm_100":
         # NVSHMEM's library for CUDA 12 has no sm_100 code, so nvJitLink compiles all of it for two minutes. ptxas reports spills before.
         monkeypatch.setattr(compiler, "link_nvshmem", lambda code, *_: (code, ""))
+        monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(kept.folder() / "kernels_without_nvshmem"))
     built = build.build(kernel, constants, arch)
     assert built.code.startswith(b"\x7fELF")
     assert built.info["registers"] > 0

@@ -1,16 +1,18 @@
-"""Compile kernels for the CPU, and keep the libraries as long as the process lives."""
+"""Compile kernels for the CPU, and keep the libraries for later runs."""
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import kept
 
 from deepep_rt.kernels.kernel import Kernel
 
@@ -18,6 +20,7 @@ from . import translate
 
 HERE = Path(__file__).resolve().parent
 _OPTIONS = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w", f"-I{HERE}"]
+_EVERY_ACCESS = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 
 
 @functools.cache
@@ -27,10 +30,15 @@ def compiler() -> str | None:
 
 
 @functools.cache
-def _folder() -> Path:
-    folder = tempfile.mkdtemp(prefix="kernels_on_cpu_")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
+def _common_key() -> str:
+    """Hash all that every library depends on: the compiler, its options, the scheduler and its headers."""
+    version = subprocess.run([compiler() or "g++", "-v"], capture_output=True, text=True, check=True, timeout=60).stderr
+    files = [path for path in sorted(HERE.iterdir()) if path.suffix in (".cpp", ".h")]
+    return _hash(version, repr(_OPTIONS[:-1] + _EVERY_ACCESS), *(path.name + path.read_text() for path in files))
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def _compile(sources: list[Path], target: Path, *options: str) -> None:
@@ -40,15 +48,30 @@ def _compile(sources: list[Path], target: Path, *options: str) -> None:
         raise AssertionError(f"{sources[0].name} does not compile for the CPU; see ptx.h and cuda.h.\n{done.stderr[:4000]}")
 
 
+def _library(name: str, make: Callable[[Path], None]) -> Path:
+    """Return the path of a library in the folder of kept libraries, where `make` puts it if it is not there yet."""
+    folder = kept.folder() / "cpu"
+    library = folder / name
+    try:
+        os.utime(library)  # it is in use, so delete_oldest keeps it
+    except FileNotFoundError:
+        folder.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=kept.UNFINISHED, dir=folder) as unfinished:
+            made = Path(unfinished) / name
+            make(made)
+            made.replace(library)  # other processes see a complete library or none
+    return library
+
+
+@functools.cache
+def _runtime_path() -> Path:
+    return _library(f"runtime-{_common_key()}.so", lambda made: _compile(sorted(HERE.glob("*.cpp")), made, "-shared"))
+
+
 @functools.cache
 def runtime() -> ctypes.CDLL:
     """Compile and load the scheduler."""
-    library = _folder() / "runtime.so"
-    _compile(sorted(HERE.glob("*.cpp")), library, "-shared")
-    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-
-
-_loaded: dict[str, ctypes.CDLL] = {}
+    return ctypes.CDLL(str(_runtime_path()), mode=ctypes.RTLD_GLOBAL)
 
 
 def load(kernel: Kernel, constants: Mapping[str, int], cuda_src: Path | None = None, *, every_access: bool = False) -> int:
@@ -61,19 +84,23 @@ def load(kernel: Kernel, constants: Mapping[str, int], cuda_src: Path | None = N
         every_access: Report each load and store to the runtime, not only those in PTX.
     """
     runtime()
-    with tempfile.TemporaryDirectory(dir=_folder()) as name:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = translate.write_sources(kernel, constants, folder, cuda_src)
-        texts = "".join(path.read_text() for path in sorted(folder.rglob("*")) if path.is_file())
-        key = hashlib.sha256(texts.encode()).hexdigest() + str(every_access)
-        if key not in _loaded:
-            library = _folder() / f"{kernel.name}-{len(_loaded)}.so"
-            instrumentation = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"] if every_access else []
-            _compile([source], folder / "kernel.o", "-c", f"-I{folder}", *instrumentation)
-            _compile(
-                [folder / "kernel.o", _folder() / "runtime.so"], library, "-shared"
-            )  # the runtime replaces the sanitizer's library
-            _loaded[key] = ctypes.CDLL(str(library))
-    function = ctypes.cast(_loaded[key].start, ctypes.c_void_p).value
+        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+        texts = (str(path.relative_to(folder)) + path.read_text() for path in files)
+        key = _hash(_common_key(), str(every_access), *texts)
+
+        def make(library: Path) -> None:
+            _compile([source], folder / "kernel.o", "-c", f"-I{folder}", *(_EVERY_ACCESS if every_access else []))
+            # The runtime replaces the sanitizer's library.
+            _compile([folder / "kernel.o", _runtime_path()], library, "-shared")
+
+        function = ctypes.cast(_loaded(_library(f"{kernel.name}-{key}.so", make)).start, ctypes.c_void_p).value
     assert function is not None
     return function
+
+
+@functools.cache
+def _loaded(library: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(library))

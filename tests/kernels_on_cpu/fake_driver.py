@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,7 +81,9 @@ class FakeDriver:
         launcher = SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=self._launch, CUfunction=int)
         patch(launch, "driver", launcher)
         patch(monitor, "os", SimpleNamespace(sched_yield=self.pause))
-        patch(runtime, "time", SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=time.monotonic))
+        clock = SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=lambda: self.gpus.clock_s)
+        for module in (monitor, runtime):  # limits count the time of the simulated GPUs, so that a busy machine changes nothing
+            patch(module, "time", clock)
         patch(loader, "load", self._load)
         patch(current_gpu, "target_arch", lambda: self._archs[self.current_rank])
         patch(current_gpu, "context", lambda: id(self))

@@ -74,6 +74,7 @@ class Gpus:
         self.overlapped: set[tuple[str, str]] = set()
         """Names of kernels, and of those that started before them had ended."""
         self.clock_step_ns = 1e9  # advances the clock when all threads wait
+        self.clock_s = 0.0
         self._num_waits = 0  # since a kernel has ended
         self._memory: set[int] = set()
 
@@ -166,6 +167,7 @@ class Gpus:
             if self._num_waits > _MAX_WAITS:
                 raise Deadlock(f"kernels wait for ever\n{self._lib.gpu_describe().decode()}")
             self._lib.gpu_pass_time(ctypes.c_uint64(int(self.clock_step_ns)))
+            self.clock_s += self.clock_step_ns * 1e-9
         elif state == 3:
             raise InvalidKernel(self._lib.gpu_error().decode())
         return True
