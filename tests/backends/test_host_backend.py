@@ -31,6 +31,11 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("program", SIZES)
+def test_program_on_two_ranks(program: str) -> None:
+    run_checks(2, program)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("program", SIZES)
 def test_program(program: str) -> None:

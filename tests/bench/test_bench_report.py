@@ -166,6 +166,7 @@ def test_compressed_low_latency_combines_have_columns():
     assert with_fp8 == [*heads[:2], "C fp8", *heads[2:]]
 
 
+@pytest.mark.full
 def test_works_that_are_not_possible_are_left_out(tmp_path):
     """Compressed rows need a multiple of 128 channels. The other works are measured, and the reason stands below the table."""
     file = tmp_path / "result.json"
@@ -177,6 +178,7 @@ def test_works_that_are_not_possible_are_left_out(tmp_path):
     assert "combine_fp8 was not measured: hidden=192" in " ".join(printed.split())
 
 
+@pytest.mark.full
 def test_chosen_works(tmp_path):
     file, sizes = tmp_path / "result.json", ["--quick", "--tokens", "16", "--hidden", "128", "--sms", "8"]
     printed = launch("throughput.py", *sizes, "--works", "combine_fp8,dispatch_bf16_known", "--json", str(file))
@@ -188,6 +190,7 @@ def test_chosen_works(tmp_path):
     assert "'permute' is no work; expected some of dispatch_bf16_unknown, " in error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("work", ["combine_fp8", "combine_log10"])
 def test_wrong_sums_of_compressed_rows_are_found(work, tmp_path):
     script = tmp_path / "wrong.py"

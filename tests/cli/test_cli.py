@@ -230,7 +230,7 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
 def test_fp8_buffers_have_no_combine_by_default(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "build", lambda *_: SimpleNamespace(info={}, key="", compiled=True))
     names = [row["kernel"] for row in terminal.json("compile", "--arch", "sm_90", "--dtype", "float8_e4m3fn")]
-    assert "dispatch" in names
+    assert "route" in names
     assert "combine" not in names
 
 

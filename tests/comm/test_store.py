@@ -253,6 +253,7 @@ def test_a_monitor_over_a_store_that_has_ended(ranks: list[StoreCommunicator], m
     assert [value for _, value in written] == [1]
 
 
+@pytest.mark.full
 @needs_torch
 @pytest.mark.parametrize(("program", "num_ranks"), [("dispatch", 3), ("bad_calls", 2), ("buffers", 2), ("low_latency", 2)])
 def test_checks_of_the_host_backend(program: str, num_ranks: int) -> None:
@@ -260,12 +261,13 @@ def test_checks_of_the_host_backend(program: str, num_ranks: int) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_processes_that_were_spawned(num_ranks: int) -> None:
     """Mpirun started the program that spawns them, and its variables do not describe the processes."""
     assert "all passed" in run_without_mpirun("host", str(num_ranks), PMI_RANK="0", PMI_SIZE="1")
 
 
+@pytest.mark.full
 @needs_torch
 def test_processes_of_torchrun() -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

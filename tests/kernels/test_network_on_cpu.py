@@ -116,6 +116,7 @@ def test_lost_node_is_named():
 # --- broken kernels -------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "pattern", "replacement", "rounds"),
     [
@@ -141,6 +142,7 @@ def test_broken_kernels_fail(tmp_path, file, pattern, replacement, rounds):
     assert fails(folder, lambda machine, seed: rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 8), **options)
 
 
+@pytest.mark.full
 def test_an_answer_of_an_older_put_is_noticed(tmp_path):
     folder = broken(tmp_path, "common/network.cuh", r"if \(is_awaited\) st_relaxed_sys\(&entry->sent, sequence - 1\);", "")
     assert fails(folder, rounds_where_puts_wrap_around, transport="mpi", weak_memory=True)

@@ -60,7 +60,7 @@ def test_expert_rows(monkeypatch):
         expert_rounds(machine, machine.buffers(**{**SIZES, "num_experts": 6}, ranks_per_node=1), 1, 4)
 
 
-@pytest.mark.parametrize("path", ["hierarchical", "direct"])
+@pytest.mark.parametrize("path", ["hierarchical", pytest.param("direct", marks=pytest.mark.full)])
 @pytest.mark.parametrize("seed", seeds(2))
 def test_expert_rows_between_two_nodes(seed, path):
     arch, transport = (("sm_90", "mpi"), ("sm_80", "nvshmem"))[seed % 2]
@@ -133,7 +133,11 @@ def test_sums_of_choices_have_the_same_bits_on_one_node(dtype, weighted, setting
 
 @pytest.mark.parametrize(
     ("seed", "num_ranks", "ranks_per_node", "path"),
-    [(0, 4, 2, "hierarchical"), (1, 4, 2, "direct"), (2, 3, 1, "hierarchical"), (3, 4, 2, "hierarchical")],
+    [
+        (0, 4, 2, "hierarchical"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, 4, 2, "direct"), (2, 3, 1, "hierarchical"))),
+        pytest.param(3, 4, 2, "hierarchical", marks=pytest.mark.full),
+    ],
 )
 def test_compressed_sums(seed, num_ranks, ranks_per_node, path):
     arch, transport = "sm_80" if seed == 3 else "sm_90", "mpi" if seed == 0 else "nvshmem"
@@ -244,7 +248,7 @@ def test_ranks_that_differ():
         throughput_rounds(machine, buffers, 1, 1)
 
 
-@pytest.mark.parametrize("path", ["hierarchical", "direct"])
+@pytest.mark.parametrize("path", ["hierarchical", pytest.param("direct", marks=pytest.mark.full)])
 def test_ranks_that_differ_in_the_order_of_sums(path):
     """A rank makes a call with one launch, and the others one with a launch for each choice. Their later calls match again."""
     with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
@@ -267,6 +271,7 @@ def test_ranks_that_differ_in_the_order_of_sums(path):
         expert_rounds(machine, buffers, 1, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_done", [0, 1])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums_of_choices_without_a_node_are_nan(weighted, num_done):
@@ -294,6 +299,7 @@ def test_sums_of_choices_without_a_node_are_nan(weighted, num_done):
         assert weighted or np.isnan(back[0].topk_weights).all()
 
 
+@pytest.mark.full
 def test_more_rows_than_a_rank_has_memory_for():
     with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
         buffers = machine.buffers(**TWO_BY_TWO, num_max_recv_tokens=60)
@@ -389,6 +395,7 @@ ONE_A_NODE = 2, dict(**{**SIZES, "num_experts": 4}, ranks_per_node=1)
 TWO_A_NODE = 4, TWO_BY_TWO
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "file", "pattern"),
     [
@@ -412,7 +419,7 @@ def test_a_missing_wait_fails(tmp_path, sizes, file, pattern):
     assert any(fails(seed) for seed in range(20))
 
 
-@pytest.mark.parametrize("transport", ["nvshmem", "mpi"])
+@pytest.mark.parametrize("transport", ["nvshmem", pytest.param("mpi", marks=pytest.mark.full)])
 def test_measurement_of_links(transport, monkeypatch):
     """All that is measured moves, and calls work after it."""
     monkeypatch.setattr(driver, "elapsed_ms", lambda begin, end: 2.0)

@@ -344,6 +344,7 @@ def test_arrays_of_results_have_a_shape_and_a_type(kind: type) -> None:
             assert re.search(r"dtype of|as `|int32|float32|bfloat16", text), f"{kind.__name__}.{name} has no type"
 
 
+@pytest.mark.full
 def test_the_tests_need_neither_pytorch_nor_jax(tmp_path: Path) -> None:
     """The README's test command installs neither. (A few tests represent those that start programs.)"""
     environment = {**os.environ, **without(tmp_path, "torch", "jax"), "PYTEST_ADDOPTS": "-p no:cacheprovider"}

@@ -97,6 +97,7 @@ def test_the_printed_command_repeats_the_round(reports, damage):
     assert again["rounds"] == 1
 
 
+@pytest.mark.full
 def test_the_printed_command_passes_without_damage(reports):
     words = shlex.split(json.loads((reports[0] / "combine.json").read_text())["mismatches"][0]["command"])
     assert words[:6] == ["mpirun", "-n", "2", "python", "-m", "deepep_rt"]
@@ -104,6 +105,7 @@ def test_the_printed_command_passes_without_damage(reports):
     assert "passed: 1 round " in printed
 
 
+@pytest.mark.full
 def test_sums_of_nodes_that_are_not_rounded_are_found(tmp_path):
     damaged(4, tmp_path, ["roundings"], "--rounds", "32", "--seed", "3", "--ranks-per-node", "2")
     first = json.loads((tmp_path / "roundings.json").read_text())["mismatches"][0]
@@ -112,6 +114,7 @@ def test_sums_of_nodes_that_are_not_rounded_are_found(tmp_path):
     assert again["mismatches"][0]["found"] == first["found"], "the command declares the same nodes"
 
 
+@pytest.mark.full
 def test_wrong_compressed_rows_are_found(tmp_path):
     damaged(2, tmp_path, ["compression"], "--rounds", "60", "--seed", "3", "--hidden", "256", "--ranks-per-node", "2")
     first = json.loads((tmp_path / "compression.json").read_text())["mismatches"][0]
@@ -158,7 +161,7 @@ def test_an_interrupted_run_prints_its_result_so_far(signal_number, tmp_path):
 # --- no damage ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_rounds_pass(num_ranks, tmp_path):
     report = tmp_path / "folder" / "soak.json"
     printed, progress = soak(num_ranks, "--rounds", "40", "--rounds-per-buffer", "8", "--seed", num_ranks, "--json", report)
@@ -175,6 +178,7 @@ def test_rounds_pass(num_ranks, tmp_path):
     assert "soak:" in progress
 
 
+@pytest.mark.full
 def test_minutes_end_the_run(tmp_path):
     report = tmp_path / "soak.json"
     _, progress = soak(2, "--minutes", "0.03", "--progress-s", "0.5", "--json", report)
@@ -436,7 +440,12 @@ def test_differences_are_found_on_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("call", "nodes", "seed"), [("none", 1, 1), ("none", 2, 1), ("none", 2, 5), ("low_latency_dispatch", 1, 1)]
+    ("call", "nodes", "seed"),
+    [
+        ("none", 1, 1),
+        *(pytest.param("none", 2, seed, marks=pytest.mark.full) for seed in (1, 5)),
+        pytest.param("low_latency_dispatch", 1, 1, marks=pytest.mark.full),
+    ],
 )
 def test_rounds_for_gpus(call, nodes, seed, tmp_path):
     """Run graphs, streams and comparisons of GPU rounds, with NumPy for CuPy. On one node, some combines compress rows.

@@ -114,7 +114,10 @@ def test_tensors_without_rows() -> None:
             dispatch(buffer, x, idx.to_sparse())
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (2, ""), (4, "2")])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"),
+    [pytest.param(1, "", marks=pytest.mark.full), (2, ""), pytest.param(4, "2", marks=pytest.mark.full)],
+)
 def test_gradients_and_groups(num_ranks: int, ranks_per_node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both programs run in one job, because importing PyTorch takes longer than most of the checks."""
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", ranks_per_node)
@@ -129,12 +132,13 @@ def test_backward_passes_of_all_ranks(num_ranks: int) -> None:
     assert "check_whatever_needs_a_gradient" in run_checks(num_ranks, "torch_ties")
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (2, "1")])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), pytest.param(2, "1", marks=pytest.mark.full)])
 def test_compiled_functions(num_ranks: int, ranks_per_node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", ranks_per_node)
     assert "check_operators" in run_checks(num_ranks, "torch_compiled")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_ranks", "ranks_per_node", "options"), [(1, "", []), (4, "2", []), (2, "", ["--distributed", "gloo"])]
 )
