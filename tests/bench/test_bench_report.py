@@ -43,7 +43,7 @@ def launch(program, *options, status=0):
     return done.stderr if status else done.stdout
 
 
-@pytest.mark.parametrize("program", ["throughput.py", "low_latency.py"])
+@pytest.mark.parametrize("program", ["throughput.py", pytest.param("low_latency.py", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("options", "message"),
     [

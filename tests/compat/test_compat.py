@@ -309,7 +309,7 @@ def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(compat.Buffer, "network", None)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_program(num_ranks: int) -> None:
     """Run the program. With three ranks, test_processes_that_were_spawned makes the same calls."""
     run_checks(num_ranks, "compat")

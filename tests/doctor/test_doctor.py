@@ -77,8 +77,8 @@ def test_the_last_line_names_the_page(doctor: Doctor) -> None:
     assert "/docs" in (ROOT / "pyproject.toml").read_text().partition("sdist]")[2].partition("]")[0]
 
 
-@pytest.mark.parametrize("options", [(), ("--json",)])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("options", [(), pytest.param(("--json",), marks=pytest.mark.full)])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("stdout", "message"), [("&-", "is closed."), ("/dev/full", "cannot be written: No space left on device.")]
 )

@@ -84,6 +84,7 @@ def test_too_little_memory(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
     assert re.search(r"GPU 00010203 has 150.00 GB free and is to hold [\d.]+ GB", found_text(answer, "not-enough-memory"))
 
 
+@pytest.mark.full
 def test_two_ranks_on_one_gpu(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
     two_gpus = {"FAKE_GPUS": "2", **gpu_machine}
     three, four = ([*mpirun(), "-n", number, *program("--json")] for number in "34")

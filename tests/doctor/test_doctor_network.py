@@ -28,6 +28,7 @@ def test_four_ranks_as_two_nodes() -> None:
     run_checks(4, "network_rates")
 
 
+@pytest.mark.full
 def test_two_ranks_as_declared_by_the_environment(doctor: Doctor) -> None:
     command = [*python_on(2), *program("--network", "--backend", "host")[1:]]
     done = doctor.run(command, DEEPEP_RT_RANKS_PER_NODE="1", COLUMNS="200")

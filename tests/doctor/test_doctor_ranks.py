@@ -16,6 +16,7 @@ from paths import ROOT
 from deepep_rt.doctor import runner
 
 
+@pytest.mark.full
 def test_differences_between_ranks(doctor: Doctor, tmp_path: Path) -> None:
     other = ["env", "NVSHMEM_IB_SL=3", f"DEEPEP_RT_CACHE_DIR={tmp_path}/other", "CUDA_VISIBLE_DEVICES=1"]
     words = program("--json", "--backend", "host")
@@ -35,6 +36,7 @@ def test_differences_between_ranks(doctor: Doctor, tmp_path: Path) -> None:
     assert "2 ranks, started by" in done.stdout
 
 
+@pytest.mark.full
 def test_a_wrong_setting_on_one_rank(doctor: Doctor) -> None:
     command = [*mpirun(), "-n", "1", *program("--json"), ":", "-n", "1", "env", "DEEPEP_RT_TIMEOUT_S=abc", *program("--json")]
     answer = doctor.json(command=command, status=1)
@@ -42,6 +44,7 @@ def test_a_wrong_setting_on_one_rank(doctor: Doctor) -> None:
     assert finding["ranks"] == [1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_launcher_of_another_mpi(doctor: Doctor, rank: int) -> None:
     """Imitate a launcher of another MPI: its variables say two processes, but MPI starts with one."""
@@ -65,6 +68,7 @@ def test_processes_of_torchrun(doctor: Doctor, local_rank: int) -> None:
         assert doctor.text(**environment) == ""
 
 
+@pytest.mark.full
 def test_odd_variables_of_torchrun(doctor: Doctor) -> None:
     assert "other-launcher" not in levels(doctor.json(WORLD_SIZE="many", LOCAL_RANK="1"))
     assert levels(doctor.json(WORLD_SIZE="2", LOCAL_RANK="", RANK="1"))["other-launcher"] == "warning", "this process prints"

@@ -249,6 +249,7 @@ def test_build_reports_a_stack_frame(sources: Path, cache: Path) -> None:
     assert build.build(TINY, CONSTANTS, "sm_90", folder=sources).info["stack_bytes"] >= 256
 
 
+@pytest.mark.full
 def test_the_linker_names_undefined_symbols(sources: Path, cache: Path) -> None:
     kernel = Kernel("tiny", TINY.params, threads="kTinyThreads", low_latency=True)
     (sources / "inner.cuh").write_text("__device__ int twice(int x);\n")
@@ -257,6 +258,7 @@ def test_the_linker_names_undefined_symbols(sources: Path, cache: Path) -> None:
     assert "twice" in str(caught.value)
 
 
+@pytest.mark.full
 def test_the_calls_of_nvshmem_are_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVSHMEM's headers take seconds; each further kernel that calls NVSHMEM takes the code from the cache."""
     layout = Layout(Config(num_ranks=4, ranks_per_node=2, num_experts=8, num_topk=2, hidden=512, num_max_tokens_per_rank=16))

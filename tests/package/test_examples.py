@@ -10,7 +10,7 @@ from launch import QUICK_XLA, python_on, run_example
 from paths import ROOT
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (3, ""), (4, "2")])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (3, ""), pytest.param(4, "2", marks=pytest.mark.full)])
 def test_dispatch_combine(num_ranks, ranks_per_node):
     sizes = ["--tokens", "40", "--hidden", "256"]
     lines = run_example(num_ranks, "dispatch_combine.py", *sizes, DEEPEP_RT_RANKS_PER_NODE=ranks_per_node)
@@ -34,7 +34,14 @@ def test_cuda_without_a_gpu():
     assert "cupy" not in done.stderr.lower()
 
 
-@pytest.mark.parametrize(("num_ranks", "options", "kind"), [(1, [], "FP8"), (4, [], "FP8"), (4, ["--bf16"], "bfloat16")])
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "kind"),
+    [
+        (1, [], "FP8"),
+        pytest.param(4, [], "FP8", marks=pytest.mark.full),
+        pytest.param(4, ["--bf16"], "bfloat16", marks=pytest.mark.full),
+    ],
+)
 def test_low_latency_decode(num_ranks, options, kind):
     lines = run_example(num_ranks, "low_latency_decode.py", *options)
     assert lines[-1] == "OK"
@@ -43,6 +50,7 @@ def test_low_latency_decode(num_ranks, options, kind):
     assert all(" us a step" in line for line in lines[1:-1])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs JAX")
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, ""), (4, "2")])
 def test_moe_jax(num_ranks, ranks_per_node):
