@@ -46,8 +46,10 @@ SLOWEST_FIRST = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the whole suite on all cores, unless the command says otherwise. Under an MPI launcher, each rank runs all tests itself."""
-    whole = config.args_source is not pytest.Config.ArgsSource.ARGS
-    if whole and launch() is None and getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
+    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ  # a worker that started workers would do so without end
+    asked = config.option.usepdb or getattr(config.option, "numprocesses", 0) is not None  # or xdist is not there
+    if is_whole and not is_worker and not asked and launch() is None:
         config.option.numprocesses, config.option.dist = len(os.sched_getaffinity(0)), "loadfile"
         config.option.loadscopereorder = False
 

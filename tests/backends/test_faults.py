@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import limits
 import pytest
 from paths import PROGRAMS, pythonpath
 
@@ -13,12 +14,19 @@ from paths import PROGRAMS, pythonpath
 @pytest.mark.full
 def test_rank_that_is_lost_in_a_call() -> None:
     """The rank is killed, sleeps, raises, or runs out of memory."""
+    times = limits.slowness()
     done = subprocess.run(
         [sys.executable, str(PROGRAMS / "faults.py")],
-        env={**os.environ, "PYTHONPATH": pythonpath(), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": pythonpath(),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            limits.VARIABLE: str(times),
+        },
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=limits.seconds(150, times),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

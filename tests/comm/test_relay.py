@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import limits
 import numpy as np
 import pytest
 from launch import environment, python_on, run_checks
@@ -38,13 +39,14 @@ def test_a_bad_network_between_two_nodes() -> None:
 @pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
 def test_a_process_that_is_lost_leaves_no_process(how: str) -> None:
     """If it is stopped, the other ranks raise within the time limit, and name the rank and its node. If it is killed, mpirun ends them."""
+    times = limits.slowness()
     done = subprocess.run(
         python_on(4, "-m", "mpi4py", PROGRAMS / "lost_relay.py", how),
-        env=environment(),
+        env=environment(**{limits.VARIABLE: str(times)}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=limits.seconds(60, times),
         check=False,
     )
     assert done.returncode, done.stdout
@@ -52,7 +54,7 @@ def test_a_process_that_is_lost_leaves_no_process(how: str) -> None:
     raised = re.findall(r"rank (\d) raised after (\S+) s: .*?the relay of rank 3 on node 1 has sent nothing for", done.stdout)
     if how == "SIGSTOP":
         assert sorted(rank for rank, _ in raised) == ["0", "1", "2"], done.stdout
-        assert max(float(seconds) for _, seconds in raised) < 4.0, raised  # timeout_s there
+        assert max(float(seconds) for _, seconds in raised) < limits.seconds(4.0, times), raised  # timeout_s there
     else:
         assert "signal 9" in done.stdout, done.stdout  # mpirun names the cause
     processes = re.findall(r"rank \d is process (\d+)", done.stdout)

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import spmd
 from checked_rounds import run_checked_round
+from limits import seconds
 from mpi4py import MPI
 from spmd import TIMEOUT_S, main, make_buffer, raises
 
@@ -85,17 +86,17 @@ def check_interrupted_call(comm: MPI.Intracomm) -> None:
         x = np.full((num_tokens, buffer.config.hidden), rank, np.float32)
         return buffer.dispatch(x, np.tile(np.arange(buffer.config.num_topk), (num_tokens, 1)))
 
-    buffer = make_buffer(comm, num_experts=4 * ranks, timeout_s=1.5, dtype="float32")
+    buffer = make_buffer(comm, num_experts=4 * ranks, timeout_s=seconds(1.5), dtype="float32")
     if rank == 0:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.setitimer(signal.ITIMER_REAL, seconds(0.3))
         with raises(KeyboardInterrupt):
             call(buffer)
         signal.signal(signal.SIGALRM, before)
         with raises(EPTimeoutError, "interrupted" if spmd.backend == "cuda" else "KeyboardInterrupt interrupted call 1"):
             call(buffer)
     else:
-        time.sleep(0.6)
+        time.sleep(seconds(0.6))
         call(buffer)
         with raises(EPTimeoutError):
             call(buffer)
@@ -111,15 +112,15 @@ def check_destroy_during_a_call(comm: MPI.Intracomm) -> None:
     for source in ("signal", "thread"):
         buffer, start = make_buffer(comm, num_experts=4 * ranks), time.monotonic()
         if rank:
-            time.sleep(0.5)
+            time.sleep(seconds(0.5))
             with raises(EPTimeoutError, "rank 0", "left the Buffer", "EPDestroyedError"):
                 for _ in range(3):
                     buffer.dispatch(x, idx)
             buffer.destroy()
         else:
             before = signal.signal(signal.SIGALRM, lambda *_, buffer=buffer: buffer.destroy())
-            other = threading.Timer(0.2, buffer.destroy)
-            signal.setitimer(signal.ITIMER_REAL, 0.2) if source == "signal" else other.start()
+            other = threading.Timer(seconds(0.2), buffer.destroy)
+            signal.setitimer(signal.ITIMER_REAL, seconds(0.2)) if source == "signal" else other.start()
             with raises(EPDestroyedError, "this Buffer was destroyed"):
                 buffer.dispatch(x, idx)
             if source == "thread":
@@ -204,7 +205,7 @@ def check_memory_of_unfinished_sends(comm: MPI.Intracomm) -> None:
     if comm.Get_size() != 2 or spmd.backend != "host":
         return
     rank, sizes = comm.Get_rank(), dict(num_max_tokens_per_rank=512, hidden=4096, num_topk=1, dtype="float32")
-    buffer = make_buffer(comm, num_experts=comm.Get_size(), timeout_s=0.5, **sizes)
+    buffer = make_buffer(comm, num_experts=comm.Get_size(), timeout_s=seconds(0.5), **sizes)
     x, idx = np.full((512, 4096), rank, np.float32), np.full((512, 1), 1 - min(rank, 1), np.int64)
     if rank == 0:
         with raises(EPTimeoutError):
@@ -213,14 +214,14 @@ def check_memory_of_unfinished_sends(comm: MPI.Intracomm) -> None:
         del buffer
         gc.collect()
         garbage = [np.full((512, 4096), -1, np.float32) for _ in range(3)]
-        end = time.monotonic() + 3
+        end = time.monotonic() + seconds(3)
         while time.monotonic() < end:
             MPI.COMM_WORLD.Iprobe()
         del garbage
     else:
         channel = buffer._backend._channel
-        exchange_rows, channel._timeout_s = channel.exchange_rows, 4.0
-        channel.exchange_rows = lambda *given: time.sleep(1.5) or exchange_rows(*given)
+        exchange_rows, channel._timeout_s = channel.exchange_rows, seconds(4.0)
+        channel.exchange_rows = lambda *given: time.sleep(seconds(1.5)) or exchange_rows(*given)
         with contextlib.suppress(EPTimeoutError):
             buffer.dispatch(x, idx)
         buffer.destroy()
@@ -248,7 +249,7 @@ def check_calls_from_two_threads(comm: MPI.Intracomm) -> None:
             refused: list[str] = []
 
             def call() -> None:
-                time.sleep(0.2)
+                time.sleep(seconds(0.2))
                 with raises(EPInputError, "another thread", "a Buffer for each") as caught:
                     buffer.combine(None, None)
                 refused.append(str(caught.error))
@@ -259,7 +260,7 @@ def check_calls_from_two_threads(comm: MPI.Intracomm) -> None:
             other.join()
             assert refused
         else:
-            time.sleep(0.6)
+            time.sleep(seconds(0.6))
             run_checked_round(comm, buffer, 1)
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import spmd
 from checked_rounds import run_checked_round
+from limits import seconds
 from mpi4py import MPI
 from spmd import TIMEOUT_S, main, make_buffer, raises
 
@@ -58,10 +59,12 @@ def check_wrong_settings_on_one_rank(comm: MPI.Intracomm) -> None:
         ),
         *((name, np.ones(3), f"{name}=<ndarray>") for name in ("hidden", "timeout_s", "low_latency")),
     ):
-        settings = dict(num_max_tokens_per_rank=8, hidden=32, num_topk=4, num_experts=4 * ranks, backend="host", timeout_s=60)
+        settings = dict(
+            num_max_tokens_per_rank=8, hidden=32, num_topk=4, num_experts=4 * ranks, backend="host", timeout_s=seconds(60)
+        )
         with raises(EPConfigError, text, *([] if is_culprit else [f"rank {ranks - 1} cannot make this Buffer"])):
             Buffer(comm, **{**settings, **({name: wrong} if is_culprit else {})})
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < seconds(30)
     with make_buffer(comm, num_experts=4 * ranks) as buffer:
         run_checked_round(comm, buffer, 1)
 
@@ -162,11 +165,11 @@ def check_ranks_that_make_buffers_late(comm: MPI.Intracomm) -> None:
     ranks, rank = comm.Get_size(), comm.Get_rank()
     if ranks == 1:
         return
-    pauses = [1.2, 0.1, 0.0, 0.0] if rank == ranks - 1 else [0.0] * 4
+    pauses = [seconds(1.2), seconds(0.1), 0.0, 0.0] if rank == ranks - 1 else [0.0] * 4
     for pause in pauses:
         time.sleep(pause)
         try:
-            buffer = make_buffer(comm, num_experts=4 * ranks, timeout_s=0.5)
+            buffer = make_buffer(comm, num_experts=4 * ranks, timeout_s=seconds(0.5))
             break
         except EPTimeoutError:
             continue

@@ -14,6 +14,7 @@ import deepep_v1
 import numpy as np
 import torch
 from deepep_v1 import World
+from limits import seconds
 from mpi4py import MPI
 from spmd import main, raises
 
@@ -56,7 +57,7 @@ def check_masks(comm: MPI.Intracomm) -> None:
     if comm.Get_size() == 1:
         print("skipped: one rank has no other rank to mask")
         return
-    os.environ["DEEPEP_RT_TIMEOUT_S"] = "4"
+    os.environ["DEEPEP_RT_TIMEOUT_S"] = str(seconds(4))
     try:
         deepep_v1.run_masks(World(comm, "cpu"))
         deepep_v1.run_lost_ranks(World(comm, "cpu"))
@@ -282,7 +283,7 @@ def check_a_size_hint_for_other_ranks(comm: MPI.Intracomm) -> None:
 def check_shared_counts(comm: MPI.Intracomm) -> None:
     """A rank reads the numbers of all ranks, call by call. It may correct its own, and an error names a rank that wrote none."""
     rank, size = comm.Get_rank(), comm.Get_size()
-    counts = SharedCounts(comm, timeout_s=0.5)
+    counts = SharedCounts(comm, timeout_s=seconds(0.5))
     for call in range(5):
         counts.post([0, 0])
         counts.post([rank, call])
@@ -300,13 +301,13 @@ def check_message_counts(comm: MPI.Intracomm) -> None:
     """A rank reads the numbers of all ranks. If a rank does not come, this read and all later ones raise."""
     rank, size = comm.Get_rank(), comm.Get_size()
     ranks = MpiCommunicator(comm)
-    counts = MessageCounts(ranks.Dup(), timeout_s=0.5)
+    counts = MessageCounts(ranks.Dup(), timeout_s=seconds(0.5))
     for call in range(5):
         counts.post([0])
         counts.post([rank, call])
         assert counts.read(2).tolist() == [[r, call] for r in range(size)]
     counts.close(in_touch=True)
-    counts = MessageCounts(ranks.Dup(), timeout_s=0.5)
+    counts = MessageCounts(ranks.Dup(), timeout_s=seconds(0.5))
     if rank != size - 1:
         for _ in range(2):
             counts.post([rank])
@@ -319,13 +320,13 @@ def check_message_counts(comm: MPI.Intracomm) -> None:
 def check_shared_counts_without_a_folder(comm: MPI.Intracomm) -> None:
     no_folder = unittest.mock.patch("tempfile.mkstemp", side_effect=FileNotFoundError("no folder"))
     with no_folder, raises(EPUnavailableError, "rank 0: no folder"):
-        SharedCounts(comm, timeout_s=0.5)
+        SharedCounts(comm, timeout_s=seconds(0.5))
 
 
 def check_a_first_dispatch_that_others_do_not_make(comm: MPI.Intracomm) -> None:
     """An abandoned collective of the library does not mix with the program's collectives."""
     here, size = World(comm, "cpu"), comm.Get_size()
-    os.environ["DEEPEP_RT_TIMEOUT_S"] = "1"
+    os.environ["DEEPEP_RT_TIMEOUT_S"] = str(seconds(1))
     try:
         buffer = deepep_v1.deep_ep.Buffer(None, int(1e7), comm=comm)
     finally:

@@ -8,6 +8,7 @@ import warnings
 from types import SimpleNamespace
 
 import spmd
+from limits import seconds
 from mpi4py import MPI
 from spmd import TIMEOUT_S, main, raises
 
@@ -29,11 +30,11 @@ def check_step_that_fails_on_one_rank(comm: MPI.Intracomm) -> None:
     if comm.Get_rank() == 0:
         with raises(KeyError), consensus.step():
             raise KeyError
-        time.sleep(2)
+        time.sleep(seconds(2))
     else:
         with raises(EPUnavailableError, "another rank failed to make its part"), consensus.step():
             pass
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < seconds(1.5)
 
 
 def check_ranks_on_host(comm: MPI.Intracomm) -> None:
@@ -65,9 +66,9 @@ def check_late_rank_of_a_timed_allgather(comm: MPI.Intracomm) -> None:
     rank, size, ranks = comm.Get_rank(), comm.Get_size(), communicator_of(comm).Dup()
     if size == 1:
         return
-    time.sleep(0.8 if rank == size - 1 else 0)
+    time.sleep(seconds(0.8) if rank == size - 1 else 0)
     with raises(EPTimeoutError, "a step"):
-        rendezvous.timed_allgather(ranks, (rank,), 0.4, "a step", "all ranks to make it")
+        rendezvous.timed_allgather(ranks, (rank,), seconds(0.4), "a step", "all ranks to make it")
     comm.Barrier()
     assert rendezvous.timed_allgather(ranks, (rank, 7), TIMEOUT_S, "a step", "all ranks to make it") == [
         [other, 7] for other in range(size)
@@ -77,18 +78,18 @@ def check_late_rank_of_a_timed_allgather(comm: MPI.Intracomm) -> None:
 def check_consensus(comm: MPI.Intracomm) -> None:
     """All ranks succeed or none does, also if one declines early or arrives late. No rank waits for one that has declined."""
     last, rank = comm.Get_size() - 1, comm.Get_rank()
-    assert Consensus(communicator_of(comm)).all_ok(True, "be here", 20.0)
+    assert Consensus(communicator_of(comm)).all_ok(True, "be here", TIMEOUT_S)
     start, consensus = time.monotonic(), Consensus(communicator_of(comm))
-    assert not consensus.all_ok(rank != last, "be here", 20.0)
+    assert not consensus.all_ok(rank != last, "be here", TIMEOUT_S)
     assert not consensus.silent_ranks, "the last rank has declined"
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < TIMEOUT_S / 2
     if last == 0:
         return
     consensus = Consensus(communicator_of(comm))
-    assert consensus.all_ok(True, "be here", 20.0)
+    assert consensus.all_ok(True, "be here", TIMEOUT_S)
     if rank == last:
-        time.sleep(1.5)
-    assert not consensus.all_ok(True, "be here", 0.5)
+        time.sleep(seconds(1.5))
+    assert not consensus.all_ok(True, "be here", seconds(0.5))
     assert consensus.silent_ranks == ([last] if rank != last else list(range(last)))
     error = consensus.timeout_error()
     assert (error.peer, error.rank) == (consensus.silent_ranks[0], rank)
@@ -119,11 +120,14 @@ def check_consensus_reminds(comm: MPI.Intracomm) -> None:
     if late == 0:
         return
     consensus = Consensus(communicator_of(comm))
-    with warnings.catch_warnings(record=True) as caught, unittest.mock.patch("deepep_rt.comm.consensus._REMINDER_S", 0.4):
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        unittest.mock.patch("deepep_rt.comm.consensus._REMINDER_S", seconds(0.4)),
+    ):
         warnings.simplefilter("always")
         if comm.Get_rank() == late:
-            time.sleep(1.2)
-        assert consensus.all_ok(True, "be here", 20.0)
+            time.sleep(seconds(1.2))
+        assert consensus.all_ok(True, "be here", TIMEOUT_S)
     texts = [str(warning.message) for warning in caught]
     if comm.Get_rank() == late:
         assert not texts

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import spmd
+from limits import seconds
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
 
@@ -17,7 +18,7 @@ from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, Sta
 from deepep_rt.cli import slow_ranks
 from deepep_rt.statistics import CALL_KINDS
 
-LATE, LATE_S, NUM_CALLS = 1, 0.03, 4
+LATE, LATE_S, NUM_CALLS = 1, seconds(0.03), 4
 SIZES = dict(hidden=128, num_topk=2, dtype="bfloat16", low_latency=True)
 
 

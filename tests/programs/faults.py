@@ -21,6 +21,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from limits import seconds
 
 from deepep_rt import Buffer, EPError, EPTimeoutError
 from deepep_rt.backends.host import backend as host
@@ -30,9 +31,9 @@ RANKS, VICTIM, TOKENS, TOPK, EXPERTS, HIDDEN = 3, 1, 6, 2, 6, 64
 KINDS = ("raises", "no_memory", "killed_masked", "asleep", "killed")
 LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine", "low_latency_combine_of_single_rows")
 CALLS = ("dispatch", "cached_dispatch", "combine", *LOW_LATENCY)
-TIMEOUT_S, AT_ONCE = 1.5, 12
-NOTICE_TIMEOUT_S, QUICK_S = 60.0, 10.0  # a failure notice ends waits long before this time-out
-LIMIT_S = 120
+TIMEOUT_S, AT_ONCE = seconds(1.5), 12
+NOTICE_TIMEOUT_S, QUICK_S = seconds(60.0), seconds(10.0)  # a failure notice ends waits long before this time-out
+LIMIT_S = int(seconds(120))
 
 
 @dataclass

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from limits import seconds
 from mpi4py import MPI
 from spmd import idle_barrier, inputs_of_all, main, make_buffer, raises
 
@@ -562,11 +563,11 @@ def check_a_silent_rank(comm: MPI.Intracomm) -> None:
     model = _layers(comm, 1)
     if comm.Get_size() == 1:
         return
-    with raises(EPTimeoutError, "rank 0"), _buffer(comm, timeout_s=1.0) as buffer:
+    with raises(EPTimeoutError, "rank 0"), _buffer(comm, timeout_s=seconds(1.0)) as buffer:
         call = jax.jit(lambda x, idx: ep.dispatch(buffer, x, idx).recv_x).lower(model.x, model.idx[0]).compile()
         comm.Barrier()  # without it, the first rank to compile might time out
         if comm.Get_rank() == 0:
-            time.sleep(3.0)
+            time.sleep(seconds(3.0))
             raise EPTimeoutError("rank 0 is the silent one", rank=0, peer=0, phase="")
         with ep.errors():
             jax.block_until_ready(call(model.x, model.idx[0]))

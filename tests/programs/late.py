@@ -10,22 +10,25 @@ import time
 
 import ml_dtypes
 import numpy as np
+from limits import seconds
 from mpi4py import MPI
 from spmd import make_buffer, raises
 
 from deepep_rt import Buffer, EPTimeoutError
 
-TIMEOUT_S = 0.6
+TIMEOUT_S = seconds(0.6)
 HIDDEN = 4096  # 20 rows of it are beyond what MPI sends eagerly
 
 
 def _expect_timeout(buffer: Buffer, comm: MPI.Intracomm, call, phase: str, call_idx: int, peer: int) -> None:
     rank, start, node = comm.Get_rank(), time.monotonic(), buffer.config.node_of(peer)
     where = f"rank {peer}" if node is None else f"rank {peer} on node {node}"
-    with raises(EPTimeoutError, f"rank {rank} waited", where, phase, "0.6 s", "timeout_s", "DEEPEP_RT_TIMEOUT_S") as caught:
+    with raises(
+        EPTimeoutError, f"rank {rank} waited", where, phase, f"{TIMEOUT_S:g} s", "timeout_s", "DEEPEP_RT_TIMEOUT_S"
+    ) as caught:
         call()
     waited_s = time.monotonic() - start
-    assert TIMEOUT_S * 0.9 <= waited_s < TIMEOUT_S + 5, waited_s
+    assert TIMEOUT_S * 0.9 <= waited_s < TIMEOUT_S + seconds(5), waited_s
     error = caught.error
     found = (error.rank, error.peer, error.node, error.phase, error.call_idx)
     assert found == (rank, peer, node, phase, call_idx), vars(error)
@@ -131,10 +134,12 @@ def never_made(comm: MPI.Intracomm) -> None:
         return
     start = time.monotonic()
     culprit = comm.Get_size() - 1
-    with raises(EPTimeoutError, "the making of a Buffer", "timeout_s=0.6", f"for rank {culprit}, which did not arrive") as caught:
+    with raises(
+        EPTimeoutError, "the making of a Buffer", f"timeout_s={TIMEOUT_S:g}", f"for rank {culprit}, which did not arrive"
+    ) as caught:
         make_buffer(comm, num_experts=4 * comm.Get_size(), timeout_s=TIMEOUT_S)
     assert caught.error.peer == culprit
-    assert time.monotonic() - start < TIMEOUT_S + 5
+    assert time.monotonic() - start < TIMEOUT_S + seconds(5)
 
 
 def never_measures(comm: MPI.Intracomm) -> None:
@@ -143,10 +148,12 @@ def never_measures(comm: MPI.Intracomm) -> None:
     if comm.Get_rank() != comm.Get_size() - 1:
         start = time.monotonic()
         culprit = comm.Get_size() - 1
-        with raises(EPTimeoutError, "copy_ceiling", "all ranks to call it", "timeout_s=0.6", f"rank {culprit}, ") as caught:
+        with raises(
+            EPTimeoutError, "copy_ceiling", "all ranks to call it", f"timeout_s={TIMEOUT_S:g}", f"rank {culprit}, "
+        ) as caught:
             buffer.copy_ceiling(num_rows=1)
         assert caught.error.peer == culprit
-        assert time.monotonic() - start < TIMEOUT_S + 5
+        assert time.monotonic() - start < TIMEOUT_S + seconds(5)
     comm.Barrier()
     assert buffer.copy_ceiling(num_rows=1) > 0
     buffer.destroy()

@@ -11,13 +11,14 @@ import signal
 import sys
 import time
 
+from limits import seconds
 from mpi4py import MPI
 from relay_rank import Exchange
 from spmd import idle_barrier
 
 from deepep_rt import EPError
 
-VICTIM, TIMEOUT_S = 3, 4.0
+VICTIM, TIMEOUT_S = 3, seconds(4.0)
 
 
 def main() -> None:

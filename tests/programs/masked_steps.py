@@ -10,13 +10,14 @@ import low_latency_oracle
 import numpy as np
 import oracle
 import spmd
+from limits import seconds
 from low_latency_rounds import assert_same, expert_outputs, make_low_latency_buffer, make_low_latency_inputs
 from mpi4py import MPI
 from spmd import idle_barrier
 
 from deepep_rt import Buffer
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = seconds(2.0)
 VARIANTS = tuple(dict(early=early, reduce_early=reduce_early) for early in (True, False) for reduce_early in (True, False))
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 from bad_network import BadNetwork, bad_network
+from limits import seconds
 from mpi4py import MPI
 from relay_rank import DESCRIPTOR, Exchange, RelayRank
 from spmd import idle_barrier, main, raises
@@ -20,7 +21,7 @@ from deepep_rt._finalizers import finalize, run_waiting, waiting
 from deepep_rt.comm.convert import communicator_of
 from deepep_rt.comm.relay import Relay
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = seconds(1.0)
 
 
 def _no_relay_is_left() -> bool:
@@ -67,7 +68,7 @@ def check_finalizers_do_not_run_in_the_relay(comm: MPI.Intracomm) -> None:
         return turn()
 
     rank.relay._traffic.turn = collect
-    assert collected.wait(20)
+    assert collected.wait(seconds(20))
     assert rank.relay.close()
     assert threads == []
     assert waiting
@@ -145,7 +146,7 @@ def check_pauses_end(comm: MPI.Intracomm) -> None:
     idle_barrier(comm)
     rank.relay.wake()
     rank.put(peer, 0, 0, 0, 8, 7)
-    end = time.monotonic() + 5
+    end = time.monotonic() + seconds(5)
     while rank.words[1] != 7:
         assert time.monotonic() < end
         time.sleep(1e-4)
@@ -192,7 +193,7 @@ def _await_error(relay: Relay, limit_s: float) -> Exception:
 
 def _check_error(comm: MPI.Intracomm, rank: RelayRank, victim: int, cause: str, limit_s: float = TIMEOUT_S) -> None:
     """All ranks name the victim and its cause, and can close their relays."""
-    error = _await_error(rank.relay, limit_s + 0.5)
+    error = _await_error(rank.relay, limit_s + seconds(0.5))
     if comm.Get_rank() == victim:
         assert isinstance(error, EPUnavailableError)
         assert f"the relay of rank {victim} on node {victim}, which" in str(error)
@@ -204,7 +205,7 @@ def _check_error(comm: MPI.Intracomm, rank: RelayRank, victim: int, cause: str, 
     idle_barrier(comm)
     start = time.monotonic()
     assert rank.relay.close()
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < seconds(4)
     assert _no_relay_is_left()
     with raises(type(error)):
         rank.relay.check()
@@ -226,7 +227,7 @@ def check_a_failure_in_the_middle_of_puts(comm: MPI.Intracomm) -> None:
         exchange.step()
     if comm.Get_rank() == victim:
         exchange.rank.relay._traffic.turn = mock.Mock(side_effect=MemoryError("mine"))
-    error = _await_error(exchange.rank.relay, 20.0)
+    error = _await_error(exchange.rank.relay, seconds(20.0))
     assert "failed: MemoryError: mine" in str(error)
     idle_barrier(comm)
     exchange.rank.relay.close()
@@ -239,10 +240,10 @@ def check_a_silent_relay(comm: MPI.Intracomm) -> None:
     if comm.Get_rank() == victim:
         turn = rank.relay._traffic.turn
         rank.relay._traffic.turn = lambda: (time.sleep(2 * TIMEOUT_S), setattr(rank.relay._traffic, "turn", turn))[0]
-        error = _await_error(rank.relay, TIMEOUT_S + 0.5)
+        error = _await_error(rank.relay, TIMEOUT_S + seconds(0.5))
         assert "the relay of rank 1 on node 1, which sends over MPI for transport='mpi', has made no turn for " in str(error)
     else:
-        error = _await_error(rank.relay, TIMEOUT_S + 0.2)
+        error = _await_error(rank.relay, TIMEOUT_S + seconds(0.2))
         assert "the relay of rank 1 on node 1 has sent nothing for " in str(error)
         assert error.peer == victim
     idle_barrier(comm)

@@ -15,6 +15,7 @@ import deepep_v1
 import torch
 import torch.distributed as dist
 from expect import raises
+from limits import seconds
 from ports import free_port
 
 from deepep_rt import Buffer, EPTimeoutError
@@ -48,7 +49,7 @@ def check_failure_notice(backend: str, ranks: StoreCommunicator) -> None:
     """A rank leaves its Buffer after an exception. The other ranks raise at once."""
     experts, device = ranks.Get_size(), "cuda" if backend == "cuda" else "cpu"
     x, idx = torch.ones(4, HIDDEN, device=device).bfloat16(), torch.zeros(4, 1, dtype=torch.int64, device=device)
-    sizes = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=1, num_experts=experts, timeout_s=30)
+    sizes = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=1, num_experts=experts, timeout_s=seconds(30))
     start = time.monotonic()
     if ranks.Get_rank() == 0:
         with raises(KeyError, "mine"), Buffer(ranks, backend=backend, **sizes):
@@ -60,14 +61,14 @@ def check_failure_notice(backend: str, ranks: StoreCommunicator) -> None:
         ):
             for _ in range(2):
                 buffer.dispatch(x, idx)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < seconds(20)
     ranks.Barrier()
 
 
 def check_rank_that_makes_its_buffer_late(ranks: StoreCommunicator) -> None:
     """A rank makes its Buffer after the other ranks have timed out. All ranks retry, and then make it together."""
     late = ranks.Get_rank() == ranks.Get_size() - 1
-    for pause in (1.2, 0.1, 0, 0) if late else (0, 0, 0, 0):
+    for pause in (seconds(1.2), seconds(0.1), 0, 0) if late else (0, 0, 0, 0):
         time.sleep(pause)
         try:
             buffer = Buffer(
@@ -76,7 +77,7 @@ def check_rank_that_makes_its_buffer_late(ranks: StoreCommunicator) -> None:
                 hidden=HIDDEN,
                 num_topk=1,
                 num_experts=ranks.Get_size(),
-                timeout_s=0.5,
+                timeout_s=seconds(0.5),
                 backend="host",
             )
             break
@@ -90,7 +91,7 @@ def make_group_by_hand(store: dist.Store, name: str, rank: int, size: int) -> di
     prefix = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefix, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    gloo = dist.ProcessGroupGloo(prefix, rank, size, timeout=timedelta(seconds=60))
+    gloo = dist.ProcessGroupGloo(prefix, rank, size, timeout=timedelta(seconds=seconds(60)))
     gloo._set_sequence_number_for_group()
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
@@ -138,7 +139,7 @@ def _spawned(rank: int, size: int, backend: str, ports: tuple[int, int], one_gpu
         check_round_trips(backend, make_group_by_hand(store, "in another order", size - 1 - rank, size))
     check_all(backend)
     gc.collect()  # errors that the checks expected hold frames with Buffers, in cycles
-    time.sleep(2 * bool(rank))  # until rank 0 has closed its store
+    time.sleep(seconds(2) * bool(rank))  # until rank 0 has closed its store
     dist.init_process_group("gloo", **address)  # deepep_rt must not keep the old store, which would answer here
     check_round_trips(backend, dist.group.WORLD)
     dist.barrier()

@@ -19,6 +19,7 @@ import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16 and float8)
 import numpy as np
 import oracle
 from expect import raises
+from limits import seconds
 from mpi4py import MPI
 
 from deepep_rt import Buffer
@@ -26,7 +27,7 @@ from deepep_rt.comm.store import StoreCommunicator
 
 __all__ = ["raises"]
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = seconds(20.0)
 backend = "host"  # the GPU tests run the same checks on "cuda"
 more_settings: dict[str, Any] = {}  # of a Buffer; the GPU tests set them
 ABORT_AFTER_S = TIMEOUT_S + 5  # after a failure, because the other ranks may hang in a collective of MPI

@@ -1,0 +1,31 @@
+"""Limits of time for tests, in seconds of an idle machine. On a busy machine, they last longer."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+VARIABLE = "TESTS_SLOWNESS"
+"""Tells a program what the test that started it has measured, so that all of its ranks have the same limits."""
+
+_WARM_UP_S = 0.02
+_NOISE = 1.25
+_MOST = 30.0  # tests that wait for the end of a limit would take too long
+
+
+def slowness() -> float:
+    """Return how many times longer work takes now than on an idle machine: 1, or a larger whole number.
+
+    Other processes may take more of the cores later, so a machine that is busy counts as twice as busy.
+    """
+    start, used = time.perf_counter(), time.thread_time()
+    while time.thread_time() - used < _WARM_UP_S:
+        pass
+    measured = (time.perf_counter() - start) / _WARM_UP_S
+    return 1.0 if measured < _NOISE else min(float(math.ceil(2 * measured)), _MOST)
+
+
+def seconds(number: float, times: float | None = None) -> float:
+    """Return a limit that is `number` seconds on an idle machine; `times`: a result of `slowness`, default: that of the starting test."""
+    return round(number * (float(os.environ.get(VARIABLE, "1")) if times is None else times), 3)
