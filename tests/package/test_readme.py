@@ -102,8 +102,65 @@ def command(name):
     return re.search(rf"<!-- {name} -->\n```bash\n(.+)\n```", README)[1]
 
 
-def test_ci_runs_the_readmes_test_command():
-    assert command("tests") in (ROOT / ".ci/run").read_text().splitlines()
+def documentation_commands():
+    """Return the commands with which CONTRIBUTING.md builds the documentation."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Documentation\n")[2]
+    _, block = blocks(section)[0]
+    return [line.partition("  #")[0].strip() for line in block.splitlines()]
+
+
+def test_ci_runs_the_commands_of_users_first():
+    """Each runs in a clone of its own, before anything else is installed."""
+    lines = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
+    wanted = [command("example"), *documentation_commands(), command("tests")]
+    assert [line for line in lines if line in wanted] == wanted
+    first_extra = next(i for i, line in enumerate(lines) if "torch==" in line)
+    assert max(map(lines.index, wanted)) < first_extra
+    assert [line.split()[1] for line in lines if line.startswith("clone ")] == ["example", "docs", "tests"]
+
+
+def junit(path, *cases):
+    """Write a file of results: (class name, name, reason of a skip or None)."""
+    path.write_text(
+        "<testsuites><testsuite>"
+        + "".join(
+            f'<testcase classname="{module}" name="{name}">' + (f'<skipped message="{skip}"/>' if skip else "") + "</testcase>"
+            for module, name, skip in cases
+        )
+        + "</testsuite></testsuites>"
+    )
+    return str(path)
+
+
+def test_ci_notices_tests_that_run_nowhere(tmp_path):
+    quick = junit(
+        tmp_path / "quick.xml",
+        ("tests.a", "test_one", "could not import torch"),
+        ("tests.a", "test_two", "could not import jax"),
+        ("", "tests.b", "could not import matplotlib"),
+        ("", "tests.c", "could not import sphinx"),
+        ("tests.d", "test_gives_away", "only root can give files away"),
+    )
+    full = junit(
+        tmp_path / "full.xml",
+        ("tests.a", "test_one", None),
+        ("tests.a", "test_two", "could not import jax"),
+        ("tests.b", "test_three", None),
+        ("", "tests.c", "could not import sphinx"),
+        ("tests.d", "test_gives_away", "only root can give files away"),
+    )
+    done = subprocess.run([sys.executable, ".ci/skipped.py", quick, full], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [
+        "skipped in every environment: tests.a::test_two: could not import jax",
+        "skipped in every environment: tests.c: could not import sphinx",
+        "skipped in every environment: tests.d::test_gives_away: only root can give files away",
+        "error: 2 tests ran in no environment; expected each in one. Install what they need in .ci/run.",
+    ]
+    good = junit(tmp_path / "good.xml", ("tests.a", "test_two", None), ("tests.c", "test_four", None))
+    assert not subprocess.run(
+        [sys.executable, ".ci/skipped.py", quick, full, good], stdout=subprocess.DEVNULL, cwd=ROOT
+    ).returncode
 
 
 def test_example_command_installs_and_runs_the_example():
