@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 
 import kept
+import limits
 import pytest
 from paths import ROOT
 
@@ -61,6 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
     kept.delete_oldest(kept.folder())
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="torchinductor_of_tests_")
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture
+def seconds() -> Callable[[float], float]:
+    """Return the function that makes limits: `seconds(0.5)` lasts longer the busier this machine is now."""
+    return functools.partial(limits.seconds, times=limits.slowness())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

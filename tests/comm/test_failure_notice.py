@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,13 +27,13 @@ def _start_notifying(notice: FailureNotice, error: BaseException) -> threading.T
     return thread
 
 
-def test_an_error_without_a_text(notices: list[FailureNotice]) -> None:
+def test_an_error_without_a_text(notices: list[FailureNotice], seconds: Callable[[float], float]) -> None:
     class Broken(Exception):
         def __str__(self) -> str:
             raise KeyError("no text")
 
     leaving = _start_notifying(notices[0], Broken())
-    end = time.monotonic() + 5
+    end = time.monotonic() + seconds(5)
     while not notices[1].failed_peers() and time.monotonic() < end:
         time.sleep(0.01)
     notices[2].start_listening()
@@ -42,12 +43,18 @@ def test_an_error_without_a_text(notices: list[FailureNotice]) -> None:
     assert "Broken: (its __str__ raises KeyError)" in str(notices[1].error(0, "rows"))
 
 
-def test_notify_waits_for_the_readers(ranks: list[StoreCommunicator], notices: list[FailureNotice]) -> None:
+def test_notify_waits_for_the_readers(
+    ranks: list[StoreCommunicator],
+    notices: list[FailureNotice],
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: Callable[[float], float],
+) -> None:
     """The store may end with the process of the leaving rank."""
+    monkeypatch.setattr(failure_notice, "_DELIVERY_S", seconds(1.0))
     failed: list[int] = []
 
     def listen(notice: FailureNotice) -> None:
-        end = time.monotonic() + 5
+        end = time.monotonic() + seconds(5)
         while time.monotonic() < end and not failed:
             failed.extend(notice.failed_peers())
             time.sleep(0.01)
@@ -58,12 +65,12 @@ def test_notify_waits_for_the_readers(ranks: list[StoreCommunicator], notices: l
     start = time.monotonic()
     notices[0].notify(KeyError("mine"))
     assert not any(f"/{FAILURE_NOTICE_TAG}/" in key for key in ranks[0]._store.held), "all peers have read it"
-    assert time.monotonic() - start < 0.9
+    assert time.monotonic() - start < seconds(0.9)
     for listener in listeners:
         listener.join()
     assert failed
     notices[1].notify(KeyError("no peer listens"))
-    assert 0.9 < time.monotonic() - start < 4
+    assert seconds(0.9) < time.monotonic() - start < seconds(4)
 
 
 def test_earlier_data_of_a_leaving_rank_may_still_arrive(notices: list[FailureNotice], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +86,9 @@ def test_earlier_data_of_a_leaving_rank_may_still_arrive(notices: list[FailureNo
     leaving.join()
 
 
-def test_the_store_ends_after_a_notice(ranks: list[StoreCommunicator], notices: list[FailureNotice]) -> None:
+def test_the_store_ends_after_a_notice(
+    ranks: list[StoreCommunicator], notices: list[FailureNotice], seconds: Callable[[float], float]
+) -> None:
     """It lives in the process of a rank, which may leave as soon as all peers have read why."""
     leaving = _start_notifying(notices[0], KeyError("mine"))
     while not notices[1]._left or not notices[2]._left:
@@ -87,7 +96,7 @@ def test_the_store_ends_after_a_notice(ranks: list[StoreCommunicator], notices: 
         notices[2].failed_peers()
     leaving.join()
     ranks[0]._store.fails = True
-    end = time.monotonic() + 5
+    end = time.monotonic() + seconds(5)
     while not (failed := notices[1].failed_peers()) and time.monotonic() < end:
         time.sleep(0.01)
     assert failed == [0]
@@ -97,7 +106,9 @@ def test_a_call_names_the_rank_that_ended_the_store(monkeypatch: pytest.MonkeyPa
     """The store ends while the call still waits for data that the rank sent before its notice."""
     ranks = make_ranks(2)
     store = ranks[0]._store
-    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=2, timeout_s=20.0, dtype="float32", backend="host")
+    sizes = dict(
+        num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=2, timeout_s=120.0, dtype="float32", backend="host"
+    )
     buffers = on_all(ranks, lambda comm: Buffer(comm, **sizes))
     delete_key = store.delete_key
 

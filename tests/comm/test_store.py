@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,7 +121,7 @@ def test_free_waits_for_the_other_ranks(ranks: list[StoreCommunicator]) -> None:
     first.join(0.3)
     assert not freed
     on_all(ranks[1:], lambda comm: comm.Free())
-    first.join(5)
+    first.join(60)
     assert freed == [0]
 
 
@@ -217,20 +218,22 @@ def test_freed_communicators_leave_no_keys(ranks: list[StoreCommunicator], round
     assert len(ranks[0]._store.held) == 3
 
 
-def test_no_rank_waits_for_one_that_abandons(ranks: list[StoreCommunicator]) -> None:
+def test_no_rank_waits_for_one_that_abandons(ranks: list[StoreCommunicator], seconds: Callable[[float], float]) -> None:
     ranks[0].abandon()
     start = time.monotonic()
     on_all(ranks[1:], lambda comm: comm.Free())
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < seconds(1)
 
 
-def test_no_rank_waits_for_one_that_destroys_its_buffer_alone(ranks: list[StoreCommunicator]) -> None:
-    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=3, timeout_s=5.0, backend="host")
+def test_no_rank_waits_for_one_that_destroys_its_buffer_alone(
+    ranks: list[StoreCommunicator], seconds: Callable[[float], float]
+) -> None:
+    sizes = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=1, num_experts=3, timeout_s=seconds(5.0), backend="host")
     made = on_all(ranks, lambda comm: Buffer(comm, **sizes))
     start = time.monotonic()
     made[0].destroy(in_touch=False)
     on_all(ranks[1:], lambda comm: made[comm.Get_rank()].destroy())
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < seconds(1)
 
 
 def test_a_monitor_over_a_store_that_has_ended(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ class Nvshmem:
     def hostlib_init_attr(self, *_: Any) -> None:
         if self._fails:
             raise ValueError("no network")
-        self._barrier.wait(3)
+        self._barrier.wait(10 * nvshmem._START_S)
 
     def my_pe(self) -> int:
         return self._rank
@@ -50,12 +51,12 @@ def ranks() -> list[StoreCommunicator]:
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Any:
+def start(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[float], float]) -> Any:
     """Return a function that starts NVSHMEM on one rank."""
     driver = pytest.importorskip("deepep_rt.cuda.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
     monkeypatch.setattr(driver, "CurrentContext", lambda: threading.Lock())  # any context manager
     monkeypatch.setattr(driver, "num_devices", lambda: 8)
-    for name, value in dict(_START_S=0.3, _ROLL_CALL_S=0.5, _REMINDER_S=0.1, _lost_start="").items():
+    for name, value in dict(_START_S=seconds(0.3), _ROLL_CALL_S=seconds(0.5), _REMINDER_S=seconds(0.1), _lost_start="").items():
         monkeypatch.setattr(nvshmem, name, value)
 
     def start(comm: StoreCommunicator, barrier: threading.Barrier, fails: bool = False) -> Any:
@@ -79,7 +80,7 @@ def test_a_start_that_one_rank_does_not_join(ranks: list[StoreCommunicator], sta
     for error in (lost[0], lost[2]):
         assert isinstance(error, EPTimeoutError)
         assert error.peer == 1
-        assert "timeout_s=0.8; expected all ranks to start it" in str(error)
+        assert f"timeout_s={nvshmem._START_S + nvshmem._ROLL_CALL_S:g}; expected all ranks to start it" in str(error)
         assert "the start of NVSHMEM for rank 1, which did not arrive" in str(error)
     with pytest.raises(EPUnavailableError, match="Start the program again"):
         nvshmem.load()
@@ -89,7 +90,7 @@ def test_a_start_that_one_rank_does_not_join(ranks: list[StoreCommunicator], sta
 def test_a_network_over_which_nvshmem_does_not_start(ranks: list[StoreCommunicator], start: Any) -> None:
     for error in on_all(ranks, lambda comm: start(comm, threading.Barrier(2))):
         assert isinstance(error, EPTimeoutError)
-        assert "did not end within 0.3 s, and all ranks wait in it" in str(error)
+        assert f"did not end within {nvshmem._START_S:g} s, and all ranks wait in it" in str(error)
 
 
 def test_a_start_that_succeeds_or_fails(ranks: list[StoreCommunicator], start: Any) -> None:

@@ -51,11 +51,11 @@ def on_all(ranks: list[StoreCommunicator], call: Any) -> list[Any]:
     def run(i: int) -> None:
         found[i] = call(ranks[i])
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(ranks))]
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(ranks))]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     return found
 
 

@@ -296,18 +296,20 @@ def test_rounds_alternate_the_order(fake: FakeGpu, make: Any, times: SimpleNames
     assert len({tuple(one) for one in rounds}) == len(rounds)
 
 
-def test_the_time_limit(fake: FakeGpu, make: Any, times: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit(
+    fake: FakeGpu, make: Any, times: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[float], float]
+) -> None:
     """Kernels that are not compiled in time are left out, and the first round is the last."""
 
     def build(kernel: Any, constants: Any, arch: str) -> None:
         times.built.append(kernel.name)
-        time.sleep(0.05)
+        time.sleep(seconds(0.05))
 
     monkeypatch.setattr(autotune.build, "build", build)
     monkeypatch.setattr(autotune, "_MOST_THREADS", 1)
-    times.of = lambda call, sms, shape: time.sleep(0.005) or 100.0
+    times.of = lambda call, sms, shape: time.sleep(seconds(0.005)) or 100.0
     with make(**SIZES) as buffer:
-        result = _tune(fake, buffer, max_seconds=0.2)
+        result = _tune(fake, buffer, max_seconds=seconds(0.2))
     tried = {(row.call, row.shape) for row in result.rows if row.shape}
     assert 1 <= len(tried) <= len(times.built) <= 4
     extra = 4  # loops that find out how long a call takes

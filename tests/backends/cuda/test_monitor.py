@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from deepep_rt.cuda import driver
 from deepep_rt.kernels import structs
 
 
-def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[float], float]) -> None:
     """Python switches threads only at intervals. The interval here is longer than the limit for the counts."""
     found: list[Any] = [None]
     page = SimpleNamespace(counts=lambda: found[0], check_peers=lambda: None, has_started=lambda: True)
@@ -30,7 +31,7 @@ def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPa
     for name in ("check_peers", "begin_wait", "check_failure_notices"):
         monkeypatch.setattr(monitor.Monitor, name, lambda self: None)
     waiting = monitor.Monitor.__new__(monitor.Monitor)
-    waiting._config, waiting._page, waiting._rank, waiting._error = Config(1, 8, 64, 1, 1, timeout_s=1.0), page, 0, None
+    waiting._config, waiting._page, waiting._rank, waiting._error = Config(1, 8, 64, 1, 1, timeout_s=seconds(1.0)), page, 0, None
     waiting._check_ended = lambda: None
     begun = threading.Event()
 
@@ -43,7 +44,7 @@ def test_other_threads_run_while_counts_are_awaited(monkeypatch: pytest.MonkeyPa
     thread.start()
     begun.wait()
     try:
-        sys.setswitchinterval(60.0)
+        sys.setswitchinterval(600.0)
         assert waiting.await_counts() == (7, [7])
     finally:
         sys.setswitchinterval(before)
@@ -144,7 +145,9 @@ def test_wrong_input_is_raised_after_the_call(ranks: list[StoreCommunicator]) ->
 
 
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
-def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch, on_timeout: str) -> None:
+def test_a_rank_that_leaves(
+    ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch, seconds: Callable[[float], float], on_timeout: str
+) -> None:
     """Its peers set the abort flag, so that their kernels stop waiting. If timeouts mask, they do not."""
     written: list[tuple[int, int]] = []
     monkeypatch.setattr(driver, "write_int32_now", lambda ptr, value: written.append((ptr, value)))
@@ -152,7 +155,7 @@ def test_a_rank_that_leaves(ranks: list[StoreCommunicator], monkeypatch: pytest.
     waiting.check_failure_notices()
     sender = threading.Thread(target=leaving.failure_notice.notify, args=(KeyError("mine"),))
     sender.start()
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + seconds(1.0)
     waiting.begin_wait()
 
     def wait() -> None:

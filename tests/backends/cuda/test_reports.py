@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from typing import Any
 
 import pytest
@@ -43,14 +43,14 @@ def test_check_raises_what_a_call_would(fake: FakeGpu, make: Any) -> None:
 def test_check_makes_no_driver_request(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True) as buffer:
         fake.requests.clear()
-        times = []
-        for _ in range(50):
-            start = time.perf_counter()
-            for _ in range(100):
-                buffer.check()
-            times.append((time.perf_counter() - start) / 100)
+        called: list[str] = []
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            buffer.check()
+        finally:
+            sys.setprofile(None)
         assert fake.requests == []
-        assert min(times) < 5e-6, "it takes 1 us on an idle machine"
+        assert len(called) <= 10, "programs may call it in each step, so it is short"
 
 
 def test_combines_with_other_choices(fake: FakeGpu, make: Any) -> None:
