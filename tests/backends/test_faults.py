@@ -11,12 +11,12 @@ import pytest
 from paths import PROGRAMS, pythonpath
 
 
-@pytest.mark.full
-def test_rank_that_is_lost_in_a_call() -> None:
+@pytest.mark.parametrize(("kinds", "number"), [(["raises"], 6), pytest.param([], 42, marks=pytest.mark.full)])
+def test_rank_that_is_lost_in_a_call(kinds: list[str], number: int) -> None:
     """The rank is killed, sleeps, raises, or runs out of memory."""
     times = limits.slowness()
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / "faults.py")],
+        [sys.executable, str(PROGRAMS / "faults.py"), "1", *kinds],
         env={
             **os.environ,
             "PYTHONPATH": pythonpath(),
@@ -30,5 +30,5 @@ def test_rank_that_is_lost_in_a_call() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": passed") == 42, done.stdout
+    assert done.stdout.count(": passed") == number, done.stdout
     assert ": failed" not in done.stdout

@@ -24,13 +24,11 @@ from deepep_rt.kernels import structs
 DESCRIPTOR = structs.Descriptor.dtype({})
 
 
-@pytest.mark.full
 def test_relays_over_mpi() -> None:
     output = run_checks(3, "relay")
     assert "GB/s each way" in output
 
 
-@pytest.mark.full
 def test_a_bad_network_between_two_nodes() -> None:
     output = run_checks(4, "bad_network_rounds")
     assert "rounds of 4 ranks" in output

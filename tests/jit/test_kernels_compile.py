@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import kept
 import pytest
@@ -64,14 +65,14 @@ def _differs(kernel: Kernel, dtype: str | None, arch: str, shape: str) -> bool:
     )
 
 
-def _cases() -> Iterator[object]:
+def _cases() -> Iterator[Any]:
     for shape, arch, (name, dtype) in itertools.product(SHAPES, _archs(), VARIANTS):
         if _differs(KERNELS[name], dtype, arch, shape):
             quick = arch == "sm_90" and shape in FOR_SM_100 and dtype in (None, "bfloat16")
             yield pytest.param(arch, name, dtype, shape, marks=() if quick else pytest.mark.full)
 
 
-@pytest.mark.parametrize(("arch", "name", "dtype", "shape"), _cases())
+@pytest.mark.parametrize(("arch", "name", "dtype", "shape"), list(_cases()))
 def test_every_kernel_compiles_without_spills(
     arch: str, name: str, dtype: str | None, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,3 +93,7 @@ def test_every_kernel_compiles_without_spills(
     if built.info["nvshmem"]:
         assert {"nvshmem", "nvshmem_device_sha256", "nvjitlink"} <= set(built.info["versions"])
         assert arch == "sm_100" or built.info["bytes"] > 100_000, "the device library is missing"
+
+
+def test_each_kernel_has_a_quick_case() -> None:
+    assert {case.values[1] for case in _cases() if not case.marks} == set(KERNELS)

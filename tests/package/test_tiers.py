@@ -1,0 +1,83 @@
+"""The quick tier: each program of tests/programs and each error class has a quick test. For kernels: test_kernels_compile.py."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import PROGRAMS, ROOT
+
+from deepep_rt import errors
+
+OF_GPUS = {"gpu_faults"}
+STARTERS = {"run_checks", "launch", "PROGRAMS", "run_without_mpirun"}
+"""Names in tests that start programs."""
+
+
+def is_full(node: ast.AST) -> bool:
+    """Return whether a function, or a case of a parameter, has the mark `full`."""
+    marks = getattr(node, "decorator_list", None) or [word.value for word in getattr(node, "keywords", ()) if word.arg == "marks"]
+    return any(isinstance(mark, ast.Attribute) and mark.attr == "full" for mark in marks)
+
+
+def words(node: ast.AST) -> Iterator[str]:
+    """Yield the names and strings in a definition, without the cases that are not quick."""
+    if is_full(node):
+        return
+    if isinstance(node, ast.Name | ast.arg | ast.Attribute | ast.alias):
+        yield getattr(node, "id", None) or getattr(node, "arg", None) or getattr(node, "attr", None) or node.name
+    if isinstance(node, ast.ImportFrom):
+        yield node.module or ""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value.removesuffix(".py")
+    for child in ast.iter_child_nodes(node):
+        yield from words(child)
+
+
+def definitions(tree: ast.Module) -> dict[str, ast.AST]:
+    """Return the functions, classes and constants of a module, by name."""
+    found: dict[str, ast.AST] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign):
+            found |= {target.id: node for target in node.targets if isinstance(target, ast.Name)}
+    return found
+
+
+def words_of_quick_tests(path: Path) -> Iterator[set[str]]:
+    """Yield the words of each quick test of a file, with those of all in this file that it uses."""
+    known = definitions(ast.parse(path.read_text()))
+    for name in known:
+        if name.startswith("test_"):
+            found, waiting, done = set(), {name}, set()
+            while waiting:
+                done.add(one := waiting.pop())
+                found |= (new := set(words(known[one])))
+                waiting |= new & set(known) - done
+            yield found
+
+
+@pytest.fixture(scope="module")
+def quick_tests() -> list[set[str]]:
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if not {"gpu", "gpu_jax"} & set(path.parts)]
+    return [found for path in files for found in words_of_quick_tests(path)]
+
+
+def test_each_error_class_has_a_quick_test(quick_tests: list[set[str]]) -> None:
+    missing = {name for name in vars(errors) if name.startswith("EP")}.difference(*quick_tests)
+    assert not missing
+
+
+def test_each_program_has_a_quick_test(quick_tests: list[set[str]]) -> None:
+    programs = {path.stem: set(words(ast.parse(path.read_text()))) for path in PROGRAMS.glob("*.py")}
+    named = set().union(*(found for found in quick_tests if found & STARTERS))
+    if "run_without_mpirun" in named:
+        named.add("spawned")
+    reached = set(programs) & named
+    while new := {other for name in reached for other in programs[name] & set(programs)} - reached:
+        reached |= new  # programs run others too
+    missing = set(programs) - reached - OF_GPUS
+    assert not missing, f"{missing}; expected a quick test for each. Give one of its tests no mark full, or few ranks."
