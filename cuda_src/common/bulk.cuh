@@ -14,7 +14,8 @@ __device__ __forceinline__ void barrier_init_fence() { asm volatile("fence.mbarr
 // and stores do. An acquire orders only loads and stores.
 __device__ __forceinline__ void fence_bulk_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// The same for this thread's own stores to shared memory, before a bulk copy reads them. It waits for no other store.
+// The same for this thread's own accesses to shared memory: stores before a bulk copy reads them, and loads before a bulk copy writes
+// there. It waits for no access to other memory.
 __device__ __forceinline__ void fence_bulk_copies_of_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_expect(u64* barrier, u32 num_bytes) {

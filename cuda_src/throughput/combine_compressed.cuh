@@ -110,7 +110,7 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     for (int part = 0; part < kParts; ++part) {
       barrier_wait(barriers + part, parity);
       compress_part(input + part * kPartBytes, part * kPartPasses, stage + place.row * kSentRowBytes);
-      if (next.row == 0 && part == kParts - 1) fence_bulk_copies_of_shared();
+      fence_bulk_copies_of_shared();
       __syncwarp();  // all lanes have read the part and written its channels
       if (lane == 0 && next_row) load_part(next_row, part, input, barriers);
     }

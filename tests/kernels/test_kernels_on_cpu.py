@@ -369,6 +369,18 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
             "raise_flag",
             id="compressed-no-fence",
         ),
+        pytest.param(
+            "throughput/combine_compressed.cuh",
+            r" fence_bulk_copies_of_shared\(\);",
+            "if (next.row == 0 && part == kParts - 1) fence_bulk_copies_of_shared();",
+            id="part-is-loaded-again-without-a-fence",
+        ),
+        pytest.param(
+            "throughput/combine_compressed.cuh",
+            r"fence_bulk_copies_of_shared\(\);",
+            "if (place.row == 0) fence_bulk_copies_of_shared();",
+            id="chunk-leaves-without-a-fence",
+        ),
         pytest.param("throughput/combine.cu", r"kRowBytes\);\n    __syncwarp\(\);", "kRowBytes);", id="no-wait-for-other-lanes"),
         pytest.param(
             "throughput/recv_window.cuh",
@@ -380,7 +392,7 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
 )
 def test_missing_memory_order_fails(tmp_path, file, pattern, replacement):
     folder = broken(tmp_path, file, pattern, replacement)
-    options = dict(arch="sm_80", weak_memory=True)
+    options = dict(arch="sm_90" if "bulk" in pattern else "sm_80", weak_memory=True)
     run_rounds, sizes = (
         (without_fp8, {**COMPRESSED, "num_experts": 4}) if "compressed" in file else (throughput_rounds, THROUGHPUT)
     )

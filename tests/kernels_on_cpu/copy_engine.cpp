@@ -55,6 +55,7 @@ bool mbarrier_is_past(uint32_t barrier, uint32_t parity) {
 void bulk_load(uint32_t to, const void* from, uint32_t num_bytes, uint32_t barrier) {
   step(true);
   check(from, to, num_bytes);
+  check_proxies(to, num_bytes, true);
   later([=, stage = dynamic_shared_memory() + to, b = &mbarrier_at(barrier)] {
     memcpy(stage, from, num_bytes);
     b->missing_bytes -= num_bytes;
@@ -66,6 +67,7 @@ void bulk_store(void* to, uint32_t from, uint32_t num_bytes) {
   const bool at_once = random_below(2);  // before other lanes get to run
   if (!at_once) step(true);
   check(to, from, num_bytes);
+  check_proxies(from, num_bytes, false);
   if (groups_of[running].empty()) bulk_commit();
   const auto group = groups_of[running].back();
   ++group->unread, ++group->unwritten;

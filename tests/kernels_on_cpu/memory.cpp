@@ -97,6 +97,7 @@ void see_own_stores(const void* from, size_t num_bytes) {
 
 void before_plain_load(const void* from, unsigned num_bytes) {
   step(false);
+  note_shared_access(from, num_bytes, false);
   see_own_stores(from, num_bytes);
 }
 
@@ -109,6 +110,7 @@ struct PlainStore {
 
 void before_plain_store(void* to, unsigned num_bytes) {
   step(!is_on_own_stack(to));
+  note_shared_access(to, num_bytes, true);
   if (!is_remote(to)) return;
   plain.to = static_cast<char*>(to), plain.num_bytes = num_bytes;
   memcpy(plain.before, to, num_bytes);
@@ -147,6 +149,7 @@ void deliver_stores_of(const void* grid) {
 
 void read(const void* from, void* to, size_t num_bytes) {
   step(false);
+  note_shared_access(from, num_bytes, false);
   see_own_stores(from, num_bytes);
   memcpy(to, from, num_bytes);
 }
@@ -154,6 +157,7 @@ void read(const void* from, void* to, size_t num_bytes) {
 void write(void* to, const void* from, size_t num_bytes, Order order) {
   if (order == Order::kRelease) fence();
   step(true);
+  note_shared_access(to, num_bytes, true);
   if (is_remote(to)) {
     send(to, from, num_bytes);
   } else {

@@ -100,8 +100,8 @@ inline void bar_red_and_pred(u32& all, u32 barrier, u32 num_threads, u32 yes) { 
 
 inline void mbarrier_init_shared__cta_b64(u32 barrier) { cpu_gpu::mbarrier_init(barrier, 1); }
 inline void fence_mbarrier_init_release_cluster() {}
-inline void fence_proxy_async() {}
-inline void fence_proxy_async_shared__cta() {}
+inline void fence_proxy_async() { cpu_gpu::fence_proxies(); }
+inline void fence_proxy_async_shared__cta() { cpu_gpu::fence_proxies(); }
 inline void mbarrier_arrive_expect_tx_shared__cta_b64(u32 barrier, u32 num_bytes) { cpu_gpu::mbarrier_arrive(barrier, num_bytes); }
 inline void mbarrier_try_wait_parity_shared__cta_b64(u32& done, u32 barrier, u32 parity) {
   done = cpu_gpu::mbarrier_is_past(barrier, parity);

@@ -38,6 +38,7 @@ struct Fiber : Thread {
   jmp_buf registers;
   bool has_started = false;
   int steps_left = 1;
+  unsigned num_proxy_fences = 0;
   Warp* warp = nullptr;
   char* stack = nullptr;
 };
@@ -61,12 +62,19 @@ struct Barrier {
   bool all_yes[2] = {true, true};
 };
 
+// The last accesses of threads to 16 bytes of shared memory, and how many proxy fences these threads had made by then.
+struct SharedUse {
+  const Fiber *reader = nullptr, *writer = nullptr;
+  unsigned fences_of_reader = 0, fences_of_writer = 0;
+};
+
 struct Block {
   Grid* grid;
   std::vector<Warp> warps;
   Barrier barriers[16];
   unsigned threads_left;
   std::vector<char> shared;
+  std::vector<SharedUse> uses;  // of dynamic shared memory
   size_t static_end;
   std::map<int, size_t> variables;
   char* stacks;
@@ -481,6 +489,34 @@ void* shared_memory(int id, size_t num_bytes, size_t alignment) {
 }
 
 char* dynamic_shared_memory() { return current->warp->block->shared.data(); }
+
+void note_shared_access(const void* p, size_t num_bytes, bool writes) {
+  Block& block = *current->warp->block;
+  const size_t dynamic_bytes = block.grid->dynamic_bytes, first = static_cast<const char*>(p) - block.shared.data();
+  if (first >= dynamic_bytes) return;  // also if `p` lies before it
+  if (block.uses.empty()) block.uses.resize(dynamic_bytes / 16 + 1);
+  for (size_t i = first / 16; i <= (first + num_bytes - 1) / 16 && i < block.uses.size(); ++i) {
+    SharedUse& use = block.uses[i];
+    if (writes) {
+      use.writer = current, use.fences_of_writer = current->num_proxy_fences;
+    } else {
+      use.reader = current, use.fences_of_reader = current->num_proxy_fences;
+    }
+  }
+}
+
+void fence_proxies() { ++current->num_proxy_fences; }
+
+void check_proxies(uint32_t shared, uint32_t num_bytes, bool copy_writes) {
+  Block& block = *current->warp->block;
+  for (size_t i = shared / 16; i < (shared + num_bytes) / 16 && i < block.uses.size(); ++i) {
+    SharedUse& use = block.uses[i];
+    if (use.writer && use.writer->num_proxy_fences == use.fences_of_writer) fail("a bulk copy follows a store without a proxy fence");
+    if (!copy_writes) continue;
+    if (use.reader && use.reader->num_proxy_fences == use.fences_of_reader) fail("a bulk copy follows a load without a proxy fence");
+    use = {};
+  }
+}
 
 uint64_t clock_ns() {
   step(false);

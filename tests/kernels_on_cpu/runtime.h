@@ -47,6 +47,13 @@ bool sync_block(int barrier, unsigned num_threads, bool yes);
 void* shared_memory(int id, size_t num_bytes, size_t alignment);
 char* dynamic_shared_memory();
 
+// Threads reach shared memory through another proxy than bulk copies do. After a thread has read or written there, a bulk copy may write
+// to that memory only if the thread has made a proxy fence since. After it has written, the same holds for a bulk copy that reads. Plain
+// accesses are noted only with weak memory, and of several threads that read the same 16 bytes only the last.
+void note_shared_access(const void* p, size_t num_bytes, bool writes);
+void fence_proxies();
+void check_proxies(uint32_t shared, uint32_t num_bytes, bool copy_writes);
+
 // The copy engine (copy_engine.cpp). Addresses of shared memory are offsets from its start, as in PTX.
 void mbarrier_init(uint32_t barrier, int num_arrivals);
 void mbarrier_arrive(uint32_t barrier, uint32_t expected_bytes);
