@@ -43,7 +43,7 @@ class LowLatencyCalls(BufferBase):
     ) -> LowLatencyDispatchResult:
         """Send a few tokens to their experts as fast as possible. Rows arrive expert by expert. For decoding.
 
-        The host never waits, so a CUDA graph can capture the call (keep the result as long as the graph).
+        The host never waits, so a CUDA graph can capture the call. Keep the result as long as you read it after replays.
 
         Args:
             x: `[num_tokens, hidden]` bfloat16. (NaNs of all ones may arrive as other NaNs.)

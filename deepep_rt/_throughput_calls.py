@@ -71,7 +71,8 @@ class ThroughputCalls(BufferBase):
                 most half as wide as the buffer's, at most one byte for 16 channels (NVFP4). A row of scales has a multiple of 4 bytes.
             handle: Repeat the routing of an earlier dispatch. The call counts nothing, and the host does not wait.
             num_worst_tokens: Fix the rows of the result, 0 to `config.num_max_recv_tokens` (times `num_topk`, and padding, with
-                `layout="expert"`). The host does not wait, so a CUDA graph can capture the call (keep the result as long as the graph).
+                `layout="expert"`). The host does not wait, so a CUDA graph can capture the call. Keep the result as long as
+                you read it after replays.
                 Rows past it are dropped and count in `num_recv_tokens`. The log says so once (with `layout="expert"`, on the host backend).
             expert_alignment: Round the count of each expert up to a multiple of this. Not with `handle`, which keeps its counts.
             layout: "token": a row for each token, in the order (source rank, source token). "expert": a row for each (token, choice) of
@@ -153,7 +154,7 @@ class ThroughputCalls(BufferBase):
         With a handle of `layout="expert"`, this rank first adds up its rows of each token in the order of the token's choices, in float32,
         and rounds the sum to the rows' type. That sum is the token's row.
 
-        The host never waits, so a CUDA graph can capture the call (keep the result as long as the graph).
+        The host never waits, so a CUDA graph can capture the call. Keep the result as long as you read it after replays.
 
         Args:
             x: `[rows of recv_x, hidden]` bfloat16, float16 or float32, in the order of `recv_x`; in any memory.

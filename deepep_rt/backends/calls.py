@@ -26,7 +26,8 @@ class Call:
     async_finish: bool
     previous_event: Any
     framework: Framework | None = None  # the caller's
-    capture: int | None = None  # the number of the CUDA graph capture of the stream
+    capture: Any = None  # the CapturedGraph of the stream, or None
+    follows: int | None = None  # another stream, whose work the call waits for
 
 
 @dataclass(frozen=True)

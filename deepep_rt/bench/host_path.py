@@ -27,7 +27,7 @@ from .. import _low_latency_calls, _throughput_calls
 from ..backends import call_lock, inputs, low_latency_inputs
 from ..backends.cuda import low_latency_kernels, monitor, result_memory, stream_order, throughput
 from ..buffer import Buffer
-from ..cuda import driver, pool
+from ..cuda import driver, slots
 from ..errors import EPUnavailableError
 from ..jit import launch
 from . import program
@@ -48,7 +48,7 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     *((CHECKS, _throughput_calls, f"{name}_inputs") for name in ("dispatch", "combine")),
     *((VIEWS, module, "as_view") for module in (inputs, low_latency_inputs)),
     *((ORDER, stream_order.CallOrder, name) for name in ("enqueue_waits", "record_end", "record_prepared_end", "event")),
-    *((MEMORY, pool.Slots, name) for name in ("acquire", "release")),
+    *((MEMORY, slots.Slots, name) for name in ("acquire", "release")),
     *((MEMORY, result_memory.ResultMemory, name) for name in ("reserve", "keep", "allocate_sums")),
     *(("parameters", low_latency_kernels.LowLatencyKernels, f"{name}_params") for name in ("dispatch", "combine")),
     ("parameters", throughput.Throughput, "dispatch_launch"),

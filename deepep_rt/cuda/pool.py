@@ -1,4 +1,6 @@
-"""Memory of results: blocks of a range, and slots of equal size. An allocation lives as long as the arrays made of it.
+"""Memory of results: blocks of a range. An allocation lives as long as the arrays made of it.
+
+Memory that a capture has acquired serves captures only, as long as one of their graphs can be replayed: a replay writes there at any time.
 
 Finalizers release memory. They may run inside any method of this module, and in any thread, so they only append to a deque.
 """
@@ -13,6 +15,7 @@ from typing import Any
 from .._finalizers import finalize
 from ..kernels.regions import align_up
 from . import driver
+from .captured_graph import CapturedGraph, CapturedGraphs
 from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker, is_only_on, unfinished
 
 
@@ -58,20 +61,53 @@ class Pool:
 
     def __init__(self, base: int, num_bytes: int, cell: int = 0) -> None:
         self.base, self.num_bytes, self._cell = base, num_bytes, cell
-        self._free: list[Extent] = [(0, num_bytes)]  # in order, never adjacent
+        self._free: list[Extent] = [(0, num_bytes)] if num_bytes else []  # in order, never adjacent
         self._used: list[tuple[Extent, PendingWork]] = []  # free memory that was used before, oldest first, without overlap
         self._released: deque[tuple[Extent, PendingWork]] = deque()
         self._tracker = StreamTracker()
+        self._graphs = CapturedGraphs()
+        self._captured: Pool | None = None  # the memory of captures
 
-    def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> Block | None:
+    def allocate(
+        self, num_bytes: int, stream: int, reader: int | None = None, graph: CapturedGraph | None = None
+    ) -> Block | None:
         """Allocate a block; None if there is no room.
 
         Args:
             num_bytes: Its size.
             stream: The stream that fills it.
             reader: The stream that will read it, if it is another one.
+            graph: The graph that the stream is captured in, or None.
         """
         num_bytes = align_up(max(num_bytes, 1))
+        if graph is not None:
+            return self._allocate_in_capture(num_bytes, stream, reader, graph)
+        block = self._allocate(num_bytes, stream, reader)
+        if block is None and self._take_back():
+            block = self._allocate(num_bytes, stream, reader)
+        return block
+
+    def _take_back(self) -> bool:
+        """Take the memory of captures, if none can be replayed. Return whether there was any."""
+        captured = self._captured
+        if captured is None or self._graphs.can_replay():
+            return False
+        captured._merge_released()
+        taken, captured._free, captured._used = captured._used, [], []
+        self._released.extend(taken)
+        return bool(taken)
+
+    def _allocate_in_capture(self, num_bytes: int, stream: int, reader: int | None, graph: CapturedGraph) -> Block | None:
+        if self._captured is None:
+            self._captured = Pool(self.base, 0, self._cell)
+        self._graphs.add(graph)
+        block = self._captured._allocate(num_bytes, stream, reader) or self._allocate(num_bytes, stream, reader)
+        if block is not None:
+            block._pool = self._captured
+            block.acquired_in(graph)
+        return block
+
+    def _allocate(self, num_bytes: int, stream: int, reader: int | None) -> Block | None:
         if (begin := self._reuse_last(num_bytes, stream)) is not None:
             return Block(self, begin, num_bytes, (), stream, reader)
         self._merge_released()
@@ -161,55 +197,3 @@ def _without(extent: Extent, taken: Extent) -> list[Extent]:
     """Return the parts of an extent that are not in `taken`."""
     (begin, end), (other_begin, other_end) = extent, taken
     return [part for part in ((begin, min(end, other_begin)), (max(begin, other_end), end)) if part[0] < part[1]]
-
-
-class Slots:
-    """Slots of equal size in plain device memory. More are allocated when all are in use. `destroy` frees all of them.
-
-    Args:
-        num_bytes: Size of a slot.
-        count: Slots to start with.
-    """
-
-    def __init__(self, num_bytes: int, count: int) -> None:
-        self._num_bytes = num_bytes
-        self._memory = [driver.allocate(num_bytes) for _ in range(count)]
-        self._free: deque[tuple[int, PendingWork]] = deque((ptr, ()) for ptr in self._memory)
-        self._tracker = StreamTracker()
-
-    def acquire(self, stream: int, reader: int | None = None) -> Slot:
-        """Get a slot for work on `stream`. `reader` may be another stream that will use it too."""
-        if self._free:
-            ptr, pending = last = self._free.pop()
-            if is_only_on(pending, stream):
-                return Slot(self, ptr, (), stream, reader)
-            self._free.append(last)
-            ptr, pending = self._free.popleft()  # free for the longest time, so its pending work is the most likely to have ended
-        else:
-            ptr, pending = driver.allocate(self._num_bytes), ()
-            self._memory.append(ptr)
-        return Slot(self, ptr, self._tracker.order_after(pending, stream), stream, reader)
-
-    def release(self, ptr: int, pending: PendingWork, streams: Streams) -> None:
-        """Take back a slot that `streams` used, with the work that was pending before them."""
-        self._free.append((ptr, self._tracker.record(streams, pending)))
-
-    def destroy(self) -> None:
-        for ptr in self._memory:
-            driver.free(ptr)
-
-
-class Slot(Allocation):
-    """One of the Slots. Its last reference releases it."""
-
-    __slots__ = ("_pending", "_slots", "ptr")
-
-    def __init__(self, slots: Slots, ptr: int, pending: PendingWork, stream: int, reader: int | None) -> None:
-        # Without a call of the base class: low-latency calls make one or two slots.
-        self._streams, self._framework = (stream,) if reader is None or reader == stream else (stream, reader), None
-        self.ptr, self._slots, self._pending = ptr, slots, pending
-
-    def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
-        if not _is_ending():
-            streams = self._streams if self._framework is None else self._final_streams()
-            finalize(self._slots.release, self.ptr, self._pending, streams)

@@ -7,8 +7,11 @@ from collections import deque
 from typing import Any
 
 from .._finalizers import finalize
+from ..errors import EPOutOfMemoryError
 from . import driver
-from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker
+from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker, is_done, with_events
+
+_MOST_DEFERRED = 2  # allocations whose readers are not done; as many micro-batches overlap
 
 _deferred: deque[tuple[StreamTracker, int, int, PendingWork]] = (
     deque()
@@ -27,12 +30,17 @@ class StreamPool:
 
     def allocate(self, num_bytes: int, stream: int, reader: int | None = None) -> StreamMemory:
         """Allocate memory for work on `stream`. `reader` may be another stream that will use it too."""
-        _free_deferred()
-        return StreamMemory(self._tracker, driver.allocate_async(num_bytes, stream), stream, reader)
+        _free_deferred(_MOST_DEFERRED)
+        try:
+            ptr = driver.allocate_async(num_bytes, stream)
+        except EPOutOfMemoryError:
+            _free_deferred(0)
+            ptr = driver.allocate_async(num_bytes, stream)
+        return StreamMemory(self._tracker, ptr, stream, reader)
 
     def destroy(self) -> None:
         """Return unused memory to the driver."""
-        _free_deferred()
+        _free_deferred(0)
         driver.trim_memory_pool()
 
 
@@ -51,7 +59,15 @@ class StreamMemory(Allocation):
 
 
 def _release(tracker: StreamTracker, ptr: int, streams: Streams) -> None:
-    _free(tracker, ptr, streams[0], tracker.record(streams[1:]))
+    """Free memory, or defer it until its readers are done: a wait for them would delay all later work on the stream of the call."""
+    pending: PendingWork = ()
+    if len(streams) > 1:
+        with tracker.context:
+            pending = with_events((stream, None) for stream in streams[1:])
+    if pending:
+        _deferred.append((tracker, ptr, streams[0], pending))
+    else:
+        _free(tracker, ptr, streams[0], ())
 
 
 def _free(tracker: StreamTracker, ptr: int, stream: int, pending: PendingWork) -> None:
@@ -64,6 +80,15 @@ def _free(tracker: StreamTracker, ptr: int, stream: int, pending: PendingWork) -
             driver.free_async(ptr, stream)
 
 
-def _free_deferred() -> None:
+def _free_deferred(most: int) -> None:
+    """Free deferred memory whose readers are done. Of the other, let at most some wait: the stream of the oldest waits for its readers."""
     for _ in range(len(_deferred)):
-        _free(*_deferred.popleft())
+        tracker, ptr, stream, pending = _deferred.popleft()
+        with tracker.context:
+            pending = with_events(pending)
+        if is_done(pending, stream):
+            _free(tracker, ptr, stream, ())
+        elif len(_deferred) < most:
+            _deferred.append((tracker, ptr, stream, pending))
+        else:
+            _free(tracker, ptr, stream, pending)

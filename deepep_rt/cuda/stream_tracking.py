@@ -10,6 +10,7 @@ ordered after the work that these streams held when the allocation died:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..arrays.view import Framework
@@ -30,7 +31,7 @@ _SINGLE_STREAM_RUN = 64  # after so many allocations of one stream alone, the tr
 class Allocation:
     """Memory that was handed out, and the streams that use it. Code that makes arrays of it records further streams."""
 
-    __slots__ = ("_framework", "_held", "_streams")
+    __slots__ = ("_framework", "_graph", "_streams")
 
     def __init__(self, stream: int, reader: int | None) -> None:
         self._streams: Streams = (stream,) if reader is None or reader == stream else (stream, reader)
@@ -41,9 +42,14 @@ class Allocation:
         if stream not in self._streams:
             self._streams += (stream,)
 
-    def hold(self, other: Any) -> None:
-        """Keep another allocation as long as this one."""
-        self._held = (*getattr(self, "_held", ()), other)
+    @property
+    def graph(self) -> Any:
+        """The CapturedGraph whose capture has acquired the allocation, or None."""
+        return getattr(self, "_graph", None)
+
+    def acquired_in(self, graph: Any) -> None:
+        """Note the CapturedGraph whose capture has acquired the allocation."""
+        self._graph = graph
 
     def add_framework(self, framework: Framework, device: int) -> None:
         """Add an array library that makes an array of the allocation: its current stream uses it now, and when the array is dropped."""
@@ -93,7 +99,7 @@ class StreamTracker:
         if run_length >= _SINGLE_STREAM_RUN:
             return (*older, (streams[0], None))
         with self.context:
-            return (*older, *(entry for stream in streams for entry in _record_event(stream)))
+            return (*older, *with_events((stream, None) for stream in streams))
 
     def order_after(self, pending: PendingWork, stream: int) -> PendingWork:
         """Order later work on `stream` after pending work. Return the part that the next user still has to wait for.
@@ -107,26 +113,34 @@ class StreamTracker:
             if driver.is_capturing(stream):
                 _order_in_capture(pending, stream)
                 return pending
-            entries = [
-                entry for other, event in others for entry in (_record_event(other) if event is None else ((other, event),))
-            ]
+            entries = with_events(others)
             for _, event in entries:
                 if event is not None:
                     driver.wait_event(stream, event.handle)
         return tuple(entry for entry in entries if entry[1] is None)
 
 
-def is_only_on(pending: PendingWork, stream: int) -> bool:
-    """Return whether no other stream has pending work."""
+def is_only_on(pending: PendingWork, stream: int, another: int | None = None) -> bool:
+    """Return whether only these streams have pending work."""
     for other, _ in pending:  # noqa: SIM110  # a loop is faster, and each call of a Buffer asks several times
-        if other != stream:
+        if other != stream and other != another:  # faster than a tuple
             return False
     return True
+
+
+def is_done(pending: PendingWork, stream: int) -> bool:
+    """Return whether the pending work of all streams but this one is done. Do not call this in a capture, as `unfinished`."""
+    return all(other == stream or (event is not None and event.done()) for other, event in pending)
 
 
 def unfinished(pending: PendingWork) -> PendingWork:
     """Return pending work without the finished part. Do not call this in a capture: the driver would end the capture."""
     return tuple((stream, event) for stream, event in pending if event is None or not event.done())
+
+
+def with_events(pending: Iterable[tuple[int, driver.CudaEvent | None]]) -> PendingWork:
+    """Return pending work with an event in each place of None, unless its stream is captured. The tracker's context is current."""
+    return tuple(entry for stream, event in pending for entry in (_record_event(stream) if event is None else ((stream, event),)))
 
 
 def _record_event(stream: int) -> PendingWork:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from cuda.bindings import driver as cuda
-from stream_driver import FakeDriver, Library, array_of
+from stream_driver import FakeDriver, Library, array_of, only_slots
 
 from deepep_rt import EPUnavailableError
-from deepep_rt.cuda import driver
-from deepep_rt.cuda.pool import Pool, Slots
+from deepep_rt.cuda import captured_graph, driver
+from deepep_rt.cuda.captured_graph import CapturedGraph
+from deepep_rt.cuda.pool import Pool
+from deepep_rt.cuda.slots import Slots
 
 
 @pytest.mark.parametrize("count", [3, 100])
 def test_pending_work_is_kept_once_across_captures(fake: FakeDriver, count: int) -> None:
     """The next user waits for both streams once, although captures acquired the allocation several times."""
-    slots = Slots(64, 1)
+    slots = only_slots(fake, 1)
     held = slots.acquire(9)
     del held
     fake.work(1)
@@ -33,7 +38,7 @@ def test_pending_work_is_kept_once_across_captures(fake: FakeDriver, count: int)
 
 def test_an_array_that_is_dropped_while_its_reader_is_captured(fake: FakeDriver) -> None:
     """An event in the capture does not cover earlier work. The next user after the capture waits for that stream."""
-    slots, library = Slots(64, 1), Library()
+    slots, library = only_slots(fake, 1), Library()
     library.work_on(9)
     held = array_of(slots.acquire(9), library)
     library.work_on(1)
@@ -51,7 +56,7 @@ def test_an_array_that_is_dropped_while_its_reader_is_captured(fake: FakeDriver)
 
 def test_streams_of_one_capture_are_ordered_within_it(fake: FakeDriver) -> None:
     """Replays keep this order. A capture cannot wait for an eager stream or for a stream of another capture."""
-    slots, library = Slots(64, 1), Library()
+    slots, library = only_slots(fake, 1), Library()
     fake.capturing.update({9, 1, 2})
     fake.captures[2] = 6
     library.work_on(9)
@@ -83,7 +88,7 @@ def test_a_capture_without_a_number(fake: FakeDriver, monkeypatch: pytest.Monkey
         return 5
 
     monkeypatch.setattr(driver, "capture_id", capture_id)
-    slots = Slots(64, 1)
+    slots = only_slots(fake, 1)
     held = slots.acquire(9, 1)
     held.add_stream(2)
     fake.capturing.update({9, 1, 2})
@@ -105,7 +110,7 @@ def test_captures_query_no_event(fake: FakeDriver, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("kind", ["pool", "slots"])
 def test_pending_work_of_a_captured_stream_is_kept_for_later(fake: FakeDriver, kind: str) -> None:
     """A capture cannot wait for eager work, so the next user waits."""
-    pool, slots = Pool(0, 1024), Slots(64, 1)
+    pool, slots = Pool(0, 1024), only_slots(fake, 1)
 
     def take(stream: int):
         return pool.allocate(1024, stream) if kind == "pool" else slots.acquire(stream)
@@ -147,6 +152,7 @@ def test_the_user_before_a_capture_is_not_lost(fake: FakeDriver) -> None:
         held = slots.acquire(1)
         del held
     del early
+    fake.is_out_of_memory = True
     assert fake.waits == []
     both = slots.acquire(1), slots.acquire(1)
     assert (1, 9, 0) in fake.waits
@@ -160,3 +166,93 @@ def test_the_default_stream_counts_as_captured(monkeypatch: pytest.MonkeyPatch) 
     assert driver.is_capturing(0)
     with pytest.raises(EPUnavailableError, match="INVALID_HANDLE"):
         driver.is_capturing(0)
+
+
+@pytest.mark.parametrize("kind", ["pool", "slots"])
+def test_memory_of_a_graph_serves_captures_only(fake: FakeDriver, kind: str) -> None:
+    """A replay writes to it at any time, also after the program has dropped the results of the capture."""
+    pool, slots = Pool(0, 2048), Slots(64, 2)
+
+    def take(graph: CapturedGraph | None = None) -> Any:
+        return pool.allocate(1024, 1, None, graph) if kind == "pool" else slots.acquire(1, None, graph)
+
+    def place(allocation: Any) -> int:
+        return int(allocation.ptr)
+
+    eager = take()
+    elsewhere = place(eager)
+    fake.capturing.add(1)
+    first = CapturedGraph(5, 1)
+    held = take(first)
+    captured = place(held)
+    assert captured != elsewhere
+    del held
+    held = take(first)
+    assert place(held) == captured, "later calls of the capture get it again"
+    fake.capturing.clear()
+    del held, eager
+    for _ in range(3):
+        eager = take()
+        assert place(eager) == elsewhere
+        del eager
+    fake.captures[1] = 6
+    fake.capturing.add(1)
+    second = CapturedGraph(6, 1)
+    held = take(second)
+    assert place(held) == captured, "so do other captures"
+    fake.capturing.clear()
+    eager = [take()]
+    for ended in ({5}, {5, 6}):
+        fake.ended_graphs = ended
+        more = take()  # a slot more
+        assert more is None or place(more) != captured, "a result of a capture is in use"
+        eager.append(more)
+    del held
+    assert place(take()) == captured, "no graph is left"
+
+
+def test_slots_for_captures_do_not_count_as_held(fake: FakeDriver) -> None:
+    slots, graph = Slots(64, 0), CapturedGraph(5, 1)
+    fake.capturing.add(1)
+    held = [slots.acquire(1, None, graph) for _ in range(3)]
+    fake.capturing.clear()
+    eager = slots.acquire(1)
+    fake.work(2)
+    eager.add_stream(2)
+    del eager
+    for count in (5, 5):  # one and, while it is busy, another one
+        eager = slots.acquire(1)
+        eager.add_stream(2)
+        del eager
+        assert len(slots._memory) == count
+    del held
+
+
+def test_a_graph_tells_that_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA gets a function of the C library and its argument, which do not need Python."""
+    asked: list[Any] = []
+    ok = cuda.CUresult.CUDA_SUCCESS
+
+    def create(argument: int, destroy: Any, count: int, flags: Any) -> tuple:
+        asked.append((argument, int(destroy), count))
+        return ok, "object"
+
+    monkeypatch.setattr(driver.driver, "cuUserObjectCreate", create)
+    monkeypatch.setattr(driver.driver, "cuStreamGetCaptureInfo", lambda stream: (ok, "active", 7, "graph", [], 0))
+    monkeypatch.setattr(driver.driver, "cuGraphRetainUserObject", lambda *how: asked.append(how[:3]) or (ok,))
+    first, second = captured_graph.GraphEnd(1), captured_graph.GraphEnd(1)
+    assert asked[1] == asked[3] == ("graph", "object", 1)
+    assert not first.has_come()
+    for (argument, destroy, _), end in ((asked[2], second), (asked[0], first)):
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destroy)(argument)
+        assert [end.has_come() for _ in range(2)] == [True, True]
+    third = captured_graph.GraphEnd(1)
+    assert asked[4][0] in {asked[0][0], asked[2][0]}, "a semaphore serves again"
+    assert not third.has_come()
+
+
+def test_a_graph_that_takes_no_object(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The capture goes on, and memory stays."""
+    monkeypatch.setattr(driver.driver, "cuUserObjectCreate", lambda *_: (cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED, None))
+    assert not captured_graph.GraphEnd(1).has_come()
+    assert "stays with the Buffer, because the CUDA driver reports CUDA_ERROR_NOT_SUPPORTED" in caplog.text

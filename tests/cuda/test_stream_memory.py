@@ -8,6 +8,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from stream_driver import FakeDriver
 
+from deepep_rt import EPOutOfMemoryError
 from deepep_rt.cuda import driver
 from deepep_rt.cuda.stream_memory import StreamPool
 
@@ -51,6 +52,48 @@ def test_a_capture_loses_no_reader(fake: FakeDriver, monkeypatch: pytest.MonkeyP
     assert (fake.freed, fake.waits) == ([], [])
     fake.capturing.clear()
     held = pool.allocate(64, 9)
-    assert fake.freed == [9]
-    assert (9, 1, 1) in fake.waits
+    assert (fake.freed, fake.waits) == ([], []), "the reader is not done"
+    fake.ended.add(1)
+    more = pool.allocate(64, 9)
+    assert (fake.freed, fake.waits) == ([9], [])
+    del held, more
+
+
+def test_dropped_memory_does_not_delay_the_stream_of_the_calls(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is freed when its readers are done. Only with many readers behind does the stream wait, for the one that came first."""
+    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
+    monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
+    pool = StreamPool()
+    for reader in (1, 2):
+        memory = pool.allocate(64, 9, reader)
+        fake.work(reader)
+        del memory
+        fake.work(reader)
+    held = pool.allocate(64, 9, 3)
+    assert (fake.freed, fake.waits) == ([], [])
+    fake.ended.add(2)
+    memory = pool.allocate(64, 9, 4)
+    assert (fake.freed, fake.waits) == ([9], [])
+    del held, memory
+    held = pool.allocate(64, 9)
+    assert (fake.freed, fake.waits) == ([9, 9], [(9, 1, 1)]), "not for later work of the reader"
     del held
+
+
+def test_all_memory_is_freed_before_an_allocation_fails(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(num_bytes: int, stream: int) -> int:
+        if len(fake.freed) < fake.num_allocations:
+            raise EPOutOfMemoryError("the CUDA driver reports CUDA_ERROR_OUT_OF_MEMORY")
+        fake.num_allocations += 1
+        return 4096
+
+    monkeypatch.setattr(driver, "allocate_async", allocate)
+    monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
+    pool = StreamPool()
+    memory = pool.allocate(64, 9, 1)
+    with pytest.raises(EPOutOfMemoryError):
+        pool.allocate(64, 9)
+    del memory
+    assert fake.freed == []
+    pool.allocate(64, 9)
+    assert (fake.freed[0], fake.waits) == (9, [(9, 1, 0)])

@@ -12,11 +12,12 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from stream_driver import FakeDriver, Library, array_of
+from stream_driver import FakeDriver, Library, array_of, only_slots
 
 from deepep_rt.arrays.view import Framework
-from deepep_rt.cuda import driver, stream_tracking
-from deepep_rt.cuda.pool import Pool, Slots
+from deepep_rt.cuda import driver, stream_memory, stream_tracking
+from deepep_rt.cuda.pool import Pool
+from deepep_rt.cuda.slots import Slots
 from deepep_rt.cuda.stream_memory import StreamPool
 
 Take = Callable[..., Any]
@@ -27,11 +28,16 @@ def take(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     """Return a function that acquires the same memory again each time after it was dropped."""
     monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
     monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
-    block_pool, slots, stream_pool = Pool(0, 1024), Slots(64, 1), StreamPool()
+
+    def take_all(*how: Any) -> Any:
+        stream_memory._free_deferred(0)  # as if there were no memory left
+        return stream_pool.allocate(*how)
+
+    block_pool, slots, stream_pool = Pool(0, 1024), only_slots(fake, 1), StreamPool()
     takes = {
         "pool": block_pool.allocate,
         "slots": lambda _, *streams: slots.acquire(*streams),
-        "stream pool": stream_pool.allocate,
+        "stream pool": take_all,
     }
     return lambda *streams: takes[request.param](1024, *streams)
 
@@ -48,7 +54,7 @@ def test_a_single_stream_calls_no_driver_function(fake: FakeDriver, monkeypatch:
 
 
 def test_a_single_stream_needs_no_events(fake: FakeDriver) -> None:
-    pool, slots = Pool(0, 1024), Slots(64, 1)
+    pool, slots = Pool(0, 1024), only_slots(fake, 1)
     for _ in range(5):
         held = pool.allocate(1024, 7), slots.acquire(7, 7)
         fake.work(7)
@@ -58,7 +64,7 @@ def test_a_single_stream_needs_no_events(fake: FakeDriver) -> None:
 
 @pytest.mark.parametrize("kind", ["pool", "slots"])
 def test_the_next_user_waits_for_readers_on_other_streams(fake: FakeDriver, kind: str) -> None:
-    pool, slots = Pool(0, 1024), Slots(64, 1)
+    pool, slots = Pool(0, 1024), only_slots(fake, 1)
 
     def take(*streams: int | None):
         return pool.allocate(1024, *streams) if kind == "pool" else slots.acquire(*streams)
@@ -86,7 +92,7 @@ def test_the_next_user_does_not_wait_for_later_work(fake: FakeDriver) -> None:
 
 
 def test_later_work_does_not_count_when_each_allocation_has_one_stream(fake: FakeDriver) -> None:
-    slots = Slots(64, 2)
+    slots = only_slots(fake, 2)
     held = [slots.acquire(1), slots.acquire(2)]
     for stream in (1, 2):
         fake.work(stream)
@@ -99,7 +105,7 @@ def test_later_work_does_not_count_when_each_allocation_has_one_stream(fake: Fak
 
 def test_allocations_of_the_same_two_streams_in_a_row(fake: FakeDriver) -> None:
     """A wait for one of the two streams never replaces the wait for the other."""
-    slots = Slots(64, 1)
+    slots = only_slots(fake, 1)
     for _ in range(100):
         held = slots.acquire(7, 9)
         fake.waits.clear()
@@ -113,7 +119,7 @@ def test_allocations_of_the_same_two_streams_in_a_row(fake: FakeDriver) -> None:
 
 def test_events_are_recorded_only_while_there_are_several_streams(fake: FakeDriver) -> None:
     """One call on a side stream, such as a warm-up before a capture, does not make all later calls slower."""
-    slots = Slots(64, 1)
+    slots = only_slots(fake, 1)
     for stream in (7, 8, *[7] * 100):
         held = slots.acquire(stream)
         del held
@@ -135,7 +141,7 @@ def test_a_stream_that_its_library_destroyed(
     """Its work may still run, so the host waits. The memory is not lost."""
     waited = []
     monkeypatch.setattr(driver, "synchronize_all", lambda: waited.append(True))
-    pool, slots = Pool(0, 1024), Slots(64, 1)
+    pool, slots = Pool(0, 1024), only_slots(fake, 1)
     held = pool.allocate(1024, 4) if kind == "pool" else slots.acquire(4)
     if not is_alone:
         held.add_stream(9)
@@ -149,7 +155,7 @@ def test_a_stream_that_its_library_destroyed(
 
 
 def test_readers_that_dlpack_named(fake: FakeDriver) -> None:
-    slots = Slots(64, 1)
+    slots = only_slots(fake, 1)
     held = slots.acquire(9)
     held.add_stream(4)
     fake.work(4)
@@ -212,7 +218,7 @@ def test_arrays_of_one_stream_need_no_events(fake: FakeDriver, take: Take) -> No
 
 def test_a_framework_without_streams_is_not_asked_at_the_drop(fake: FakeDriver, take: Take) -> None:
     del take
-    slots, library = Slots(64, 1), Framework()
+    slots, library = only_slots(fake, 1), Framework()
     held = array_of(slots.acquire(7), library)
     library.current_stream = lambda device: pytest.fail("the framework has no streams")
     del held
@@ -222,7 +228,7 @@ def test_a_framework_without_streams_is_not_asked_at_the_drop(fake: FakeDriver, 
 
 
 def test_memory_is_released_when_the_framework_raises(fake: FakeDriver) -> None:
-    slots, library = Slots(64, 1), Library()
+    slots, library = only_slots(fake, 1), Library()
     library.work_on(7)
     held = array_of(slots.acquire(7, 3), library)
     library.current_stream = lambda device: 1 // 0
@@ -246,7 +252,7 @@ def test_a_concurrent_count_loses_no_reader(fake: FakeDriver) -> None:
 @pytest.mark.parametrize("kind", ["pool", "slots"])
 def test_readers_of_one_allocation_do_not_delay_another(fake: FakeDriver, kind: str) -> None:
     """Two micro-batches overlap only if a dispatch does not wait for the experts of the other micro-batch."""
-    pool, slots = Pool(0, 2048, cell=1024), Slots(64, 2)
+    pool, slots = Pool(0, 2048, cell=1024), only_slots(fake, 2)
 
     def take():
         return pool.allocate(1024, 9, 1) if kind == "pool" else slots.acquire(9, 1)
@@ -269,15 +275,66 @@ def test_readers_of_one_allocation_do_not_delay_another(fake: FakeDriver, kind: 
 
 @pytest.mark.parametrize(
     "held",
-    ["pool.Pool(0, 4096).allocate(1, 1, 2)", "pool.Slots(256, 0).acquire(1, 2)", "stream_memory.StreamPool().allocate(1, 1, 2)"],
+    ["pool.Pool(0, 4096).allocate(1, 1, 2)", "slots.Slots(256, 0).acquire(1, 2)", "stream_memory.StreamPool().allocate(1, 1, 2)"],
 )
 def test_allocations_die_silently_when_python_ends(held: str) -> None:
     code = f"""
 import sys
-from deepep_rt.cuda import driver, pool, stream_memory
+from deepep_rt.cuda import driver, pool, slots, stream_memory
 driver.allocate = driver.allocate_async = lambda *_: 4096
 driver.CurrentContext = lambda: None  # entering it raises
 sys.modules["keeper"] = {held}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_slots_that_other_streams_are_busy_with(fake: FakeDriver) -> None:
+    """A call takes another slot, or a new one: its stream does not wait. At most twice the slots that the program held at once."""
+    slots = Slots(64, 0)
+    for reader in (1, 2, 3):
+        held = slots.acquire(9)
+        held.add_stream(reader)
+        fake.work(reader)
+        del held
+    assert (len(slots._memory), fake.waits) == (2, [(9, 1, 1)]), "the third waits for the reader of the first"
+    fake.waits.clear()
+    fake.ended.add(2)
+    places = [slots.acquire(9).ptr for _ in range(3)]
+    assert (places.count(places[0]), fake.waits) == (3, []), "the one whose readers are done"
+    both = [slots.acquire(9), slots.acquire(9)]
+    assert len(slots._memory) == 2
+    del both
+
+
+def test_a_stream_that_the_call_waits_for_anyway_is_not_busy(fake: FakeDriver) -> None:
+    slots = Slots(64, 0)
+    for _ in range(3):
+        held = slots.acquire(9, 1, None, 1)
+        fake.work(1)
+        del held
+    assert len(slots._memory) == 1
+    assert fake.waits == [(9, 1, 1), (9, 1, 2)]
+
+
+def test_two_buffers_with_calls_in_different_orders(fake: FakeDriver) -> None:
+    """A rank calls the Buffer of stream 1 and then that of stream 2; another rank the other way round. The program holds one result in one
+    variable. So each result is dropped while the stream of the other Buffer is current, after the call of this round there.
+
+    No call may wait for a call of the same round. Otherwise the calls of the ranks wait for each other.
+    """
+    for order in ((1, 2), (2, 1)):
+        library, buffers = Library(), {stream: Slots(64, 0) for stream in (1, 2)}
+        fake.queued.clear()
+        result: Any = None
+        for number in range(1, 20):
+            for stream in order:
+                fake.waits.clear()
+                library.work_on(stream)
+                slot = buffers[stream].acquire(stream, stream)
+                fake.work(stream)
+                result = array_of(slot, library)  # drops the result of the other Buffer
+                del slot
+                assert all(count < number for _, _, count in fake.waits), f"call {number} on {stream} waits for {fake.waits}"
+        assert all(len(slots._memory) == 2 for slots in buffers.values())
+        del result

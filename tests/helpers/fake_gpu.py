@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from deepep_rt import Buffer
+from deepep_rt import Buffer, EPOutOfMemoryError
 from deepep_rt.arrays import frameworks
 from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.arrays.view import Framework, View
@@ -24,7 +24,7 @@ from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import network_memory
 from deepep_rt.comm import convert
 from deepep_rt.comm.timed_collectives import TimedCollectives
-from deepep_rt.cuda import driver, nvshmem
+from deepep_rt.cuda import captured_graph, driver, nvshmem, stream_memory
 from deepep_rt.cuda import topology as placement
 from deepep_rt.jit import current_gpu, launch, loader, local_kernels
 
@@ -66,6 +66,8 @@ class FakeGpu:
         self.depth = 0  # of nested contexts
         self.outside_context: list[str] = []  # requests in a context that another library may have made current
         self.constants: dict[int, Any] = {}
+        self.has_memory = True  # for more slots
+        self.has_graphs = True  # whether captured graphs can be replayed
         self.on_launch: Any = lambda call: None
         self._addresses = itertools.count(1 << 30, 1 << 32)
         self._pinned: list[Any] = []
@@ -191,6 +193,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         def __exit__(self, *_: object) -> None:
             fake.depth -= 1
 
+    def allocate(num_bytes: int) -> int:
+        if not fake.has_memory:
+            raise EPOutOfMemoryError("the CUDA driver reports CUDA_ERROR_OUT_OF_MEMORY")
+        return fake.allocate(num_bytes)
+
     replaced = {
         "acquire_stream": lambda: OWN_STREAM,
         "release_stream": lambda stream: None,
@@ -205,7 +212,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "synchronize": lambda stream: None,
         "fill": lambda ptr, byte, num_bytes: fake.fills.append((ptr, byte, num_bytes)),
         "copy_async": lambda to, source, num_bytes, stream: fake.copies.append((to, source, num_bytes)),
-        "allocate": fake.allocate,
+        "allocate": allocate,
         "allocate_async": lambda num_bytes, stream: fake.allocate(num_bytes),
         "trim_memory_pool": lambda: None,
         "allocate_pinned": fake.allocate_pinned,
@@ -223,7 +230,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
     for name, answer in replaced.items():
         monkeypatch.setattr(driver, name, recorded(name, answer))
+
+    class GraphEnd:
+        def __init__(self, stream: int) -> None: ...
+        def has_come(self) -> bool:
+            return not fake.has_graphs
+
     monkeypatch.setattr(driver, "CudaEvent", Event)
+    monkeypatch.setattr(captured_graph, "GraphEnd", GraphEnd)
     monkeypatch.setattr(driver, "CurrentContext", Context)
     names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID")
     monkeypatch.setattr(
@@ -237,6 +251,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(cuda_backend, "choose_device", lambda *_: 0)
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, _Library())
     yield fake
+    stream_memory._deferred.clear()
     assert not fake.outside_context
 
 

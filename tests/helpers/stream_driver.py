@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from deepep_rt import EPUnavailableError
+from deepep_rt import EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.arrays.view import Framework, View
-from deepep_rt.cuda import driver
+from deepep_rt.cuda import captured_graph, driver, stream_memory
+from deepep_rt.cuda.slots import Slots
 
 DEVICE = 3
 
@@ -23,8 +24,11 @@ class FakeDriver:
         self.capturing: set[int] = set()
         self.captures: dict[int, int] = {}  # stream -> number of its capture, if it is not 5
         self.ended: set[int] = set()  # streams whose work is done
+        self.ended_graphs: set[int] = set()  # numbers of captures whose graphs cannot be replayed any more
         self.destroyed: set[int] = set()
         self.num_events = 0
+        self.num_allocations = 0
+        self.is_out_of_memory = False
         self.freed: list[int] = []
 
     def work(self, stream: int) -> None:
@@ -49,7 +53,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         def __enter__(self) -> None: ...
         def __exit__(self, *_: object) -> None: ...
 
+    class GraphEnd:
+        def __init__(self, stream: int) -> None:
+            self.graph = fake.captures.get(stream, 5)
+
+        def has_come(self) -> bool:
+            return self.graph in fake.ended_graphs
+
     monkeypatch.setattr(driver, "CudaEvent", Event)
+    monkeypatch.setattr(captured_graph, "GraphEnd", GraphEnd)
     monkeypatch.setattr(driver, "CurrentContext", Context)
     monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in fake.capturing)
     monkeypatch.setattr(driver, "capture_id", lambda stream: fake.captures.get(stream, 5) if stream in fake.capturing else None)
@@ -57,8 +69,24 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(
         driver, "wait_stream", lambda stream, other: fake.waits.append((stream, other, fake.queued.get(other, 0)))
     )
-    monkeypatch.setattr(driver, "allocate", lambda num_bytes: 1000 + num_bytes)
+
+    def allocate(num_bytes: int) -> int:
+        if fake.is_out_of_memory:
+            raise EPOutOfMemoryError("the CUDA driver reports CUDA_ERROR_OUT_OF_MEMORY")
+        fake.num_allocations += 1
+        return 1000 * fake.num_allocations + num_bytes
+
+    monkeypatch.setattr(driver, "allocate", allocate)
+    stream_memory._deferred.clear()
     return fake
+
+
+def only_slots(fake: FakeDriver, count: int) -> Slots:
+    """Make slots, and let the GPU have no memory for more."""
+    fake.is_out_of_memory = False
+    slots = Slots(64, count)
+    fake.is_out_of_memory = True
+    return slots
 
 
 class Library(Framework):

@@ -12,6 +12,7 @@ from oracle import RankInputs, make_inputs
 
 from deepep_rt import Buffer, EPInputError, EPTimeoutError
 from tests.kernels_on_cpu import compiler
+from tests.kernels_on_cpu.device_arrays import DeviceArrays
 from tests.kernels_on_cpu.machine import Machine
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
@@ -300,3 +301,27 @@ def test_rows_past_num_worst_tokens_are_logged(caplog: pytest.LogCaptureFixture)
     warnings = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
     assert len(warnings) == 1
     assert warnings[0].startswith("rank 1: dispatch received 6 rows; num_worst_tokens=5. The last 1 were dropped")
+
+
+def test_two_buffers_in_different_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each Buffer has a stream of its own, and a variable holds the last result of both. So each result is dropped while the stream of the
+    other Buffer is current. No call may wait for a call of the same round there, because the other rank calls in the other order.
+    """
+    with Machine(2, seed=8) as machine:
+        pairs = [machine.buffers(**SMALL) for _ in range(2)]
+        streams = [[machine.new_stream(rank) for _ in range(2)] for rank in range(2)]
+        current, held = {}, {}
+        with monkeypatch.context() as patches:
+            patches.setattr(DeviceArrays, "current_stream", lambda library, rank: current[rank])
+            for number in range(6):
+                made = Round(machine, pairs[0], number)
+                for rank in range(2):
+                    for which in (0, 1) if rank == 0 else (1, 0):
+                        current[rank], made.buffers = streams[rank][which], pairs[which]
+                        made.sent = {}
+                        made.dispatch(rank)
+                        held[rank] = made.sent.pop(rank).recv_x
+            machine.run()
+            held.clear()
+        for buffer in (*pairs[0], *pairs[1]):
+            buffer.check()

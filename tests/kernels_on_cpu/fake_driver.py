@@ -110,7 +110,7 @@ class FakeDriver:
         """The functions and classes of `cuda.driver`, for these GPUs."""
         gpus = self.gpus
         return {
-            "acquire_stream": self._acquire_stream,
+            "acquire_stream": self.new_stream,
             "release_stream": lambda stream: None,
             "free_bytes": lambda: 1 << 50,
             "num_sms": lambda ordinal: 132,
@@ -135,7 +135,8 @@ class FakeDriver:
             "CurrentContext": functools.partial(_Context, self),
         }
 
-    def _acquire_stream(self) -> int:
+    def new_stream(self) -> int:
+        """Make a stream on the GPU of the current rank."""
         number = next(self.numbers)
         self.gpus.streams[number] = Stream(self.current_rank)
         return number

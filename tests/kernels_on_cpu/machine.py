@@ -146,6 +146,11 @@ class Machine(AbstractContextManager):
         array_at(ptr, values.shape, values.dtype.name)[...] = values
         return DeviceArray(rank, ptr, values.shape, values.dtype.name)
 
+    def new_stream(self, rank: int) -> int:
+        """Make a stream on a rank's GPU."""
+        self._driver.current_rank = rank
+        return self._driver.new_stream()
+
     def run(self) -> None:
         """Run all work that is queued.
 

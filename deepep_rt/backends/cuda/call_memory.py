@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...cuda.pool import Slot, Slots
+from ...cuda.slots import Slot, Slots
 from ...cuda.stream_memory import StreamMemory
 from ..calls import Call
 from .runtime import CudaRuntime
@@ -19,11 +19,13 @@ class CallMemory:
         self._runtime = runtime
         self._slots: dict[int, Slots] = {}
 
-    def allocate(self, num_bytes: int, call: Call) -> StreamMemory | Slot:
-        """Allocate memory for the call and its caller. A capture takes memory that stays with the Buffer."""
+    def allocate(self, num_bytes: int, call: Call, reader: int | None = None) -> StreamMemory | Slot:
+        """Allocate memory for the call, and for `reader`, the stream of a caller who gets it. A capture takes memory that stays with the
+        Buffer.
+        """
         if call.capture is None:
-            return self._runtime.stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
+            return self._runtime.stream_pool.allocate(num_bytes, call.stream, reader)
         num_bytes = max(num_bytes, 1)
         if num_bytes not in self._slots:
             self._slots[num_bytes] = self._runtime.slots(num_bytes)
-        return self._slots[num_bytes].acquire(call.stream, call.caller_stream)
+        return self._slots[num_bytes].acquire(call.stream, reader, call.capture)

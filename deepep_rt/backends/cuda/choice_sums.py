@@ -72,5 +72,6 @@ class ChoiceSums:
                 signature = inputs.signature._replace(alignment_or_step=step)
                 launch(stream, num_sms, {**values, "first_token": first, "call_signature": pack(signature)})
         given = inputs.topk_weights, *inputs.biases
-        runtime.order.record_end(call, (x, weights, biases, inputs.x, *given), by_token, *given)
+        own = by_token.routing, inputs.handle.routing.memory
+        runtime.order.record_end(call, (x, weights, biases, inputs.x, *given), own, *given)
         return combine_views(runtime, x, num_tokens, out, out_weights if returns else None, owner, stream)

@@ -67,20 +67,17 @@ class ExpertRows:
         routing.memory.add_stream(stream)
         parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
         try:
-            memory = self._memory.allocate(parts.num_bytes, call)
+            memory = self._memory.allocate(parts.num_bytes, call, call.caller_stream)
         except EPOutOfMemoryError as error:
             error.call_made = True  # the rows by token have arrived, and the other ranks do not know of this error
             raise
-        x, counts = views["x"], views["num_recv_per_expert"]
-        assert x is not None
+        counts = views["num_recv_per_expert"]
         assert counts is not None
         with self._runtime.monitor.call_half(
             "a dispatch was interrupted between its rows by token and by expert", "kPhaseDispatchRows"
         ):
             self._launch_expand(handle, views, inputs, parts, memory.ptr, stream)
-            if call.capture is not None:  # replays use the memory of the rows by token again
-                memory.hold(x.owner)
-            self._runtime.order.record_end(call, (), (memory, routing))
+            self._runtime.order.record_end(call, (), (routing.memory,))
         formats = {name: view and (view.dtype, view.shape[1:]) for name, view in views.items()}
         make = functools.partial(self._views, formats, counts, handle, inputs.scales_by_column, parts, memory, call)
         return handle, make
@@ -118,11 +115,7 @@ class ExpertRows:
         )
         by_token = replace(inputs, x=sums, handle=routing.by_token, topk_weights=returned)
         make_views = self._by_token.add_up(by_token, call)
-        order.record_end(call, owner, (memory, routing), inputs.topk_weights)
-        if call.capture is not None:
-            total = make_views()["x"]
-            assert total is not None
-            total.owner.hold(memory)
+        order.record_end(call, owner, (routing.memory,), inputs.topk_weights)
         return make_views
 
     def _send_with_new_routing(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...arrays.view import HOST, Framework, View
 from ...cuda import driver
-from ...cuda.pool import Slot
+from ...cuda.slots import Slot
 from ...jit.launch import Launcher
 from ...kernels.structs import LL_RECEIVE
 from ...kernels.table import KERNELS
@@ -116,9 +116,9 @@ class LowLatency:
         x, idx, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
         format_ = kernels.row_format(inputs.use_fp8, inputs.use_ue8m0)
         if (into := inputs.into) is None:
-            memory: Any = format_.memory.acquire(stream, call.caller_stream)
+            memory: Any = format_.memory.acquire(stream, call.caller_stream, call.capture, call.follows)
             results = memory.ptr + format_.x, memory.ptr + format_.scales
-            tables: Any = kernels.handles.acquire(stream, call.caller_stream)
+            tables: Any = kernels.handles.acquire(stream, call.caller_stream, call.capture, call.follows)
         else:
             memory, tables = into, into.tables
             results = into.recv_x.ptr, into.recv_scales.ptr if into.recv_scales else 0
@@ -148,7 +148,7 @@ class LowLatency:
         if given_out is not None:
             owner, out = given_out.owner, given_out.ptr
         else:
-            owner = kernels.sums.acquire(stream, call.caller_stream)
+            owner = kernels.sums.acquire(stream, call.caller_stream, call.capture, call.follows)
             out = owner.ptr
         arrays = y.ptr, idx, weights
         values = kernels.combine_params(
@@ -162,7 +162,7 @@ class LowLatency:
         kernel = kernels.combine_name(num_tokens, inputs.reduce_early, inputs.compress)
         given = inputs.topk_idx, inputs.topk_weights
         arguments = y, idx, weights, inputs.y, *given, given_out  # not the handle, which holds its tables
-        end = call, arguments, (tables, owner), *given
+        end = call, arguments, (tables,) if given_out is not None else (tables, owner), *given
         queue = self.hooks.combine if with_hook else None
         is_host_caller = inputs.y.device == HOST
         event, views, hook = self._run(kernel, values, call, end, queue, make_views, is_host_caller, given_out)

@@ -115,11 +115,9 @@ class NodeChoiceSums:
                 }
                 local_kernels.launch("add_choice", stream, values, num_tokens, x.dtype)
         given = inputs.topk_weights, *inputs.biases
-        runtime.order.record_end(call, (x, weights, biases, inputs.x, *given), (by_token, memory), *given)
-        make_views = combine_views(runtime, x, num_tokens, out, out_weights if returns else None, owner, stream)
-        if call.capture is not None:  # replays use the memory of the rows again
-            owner.hold(memory)
-        return make_views
+        own = by_token.routing, inputs.handle.routing.memory
+        runtime.order.record_end(call, (x, weights, biases, inputs.x, memory, *given), own, *given)
+        return combine_views(runtime, x, num_tokens, out, out_weights if returns else None, owner, stream)
 
     def _select(
         self, x: View, weights: View | None, tables: dict[str, int], at: dict[str, int], choice: int, num_rows: int, stream: int

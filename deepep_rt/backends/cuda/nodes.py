@@ -68,6 +68,7 @@ class NodesThroughput:
         """
         self.check_support()
         known, stream = inputs.handle, call.stream
+        reader = call.caller_stream if inputs.layout == "token" else None  # rows by expert are copied out of these rows
         self._order.enqueue_waits(call)
         needs_counts = known is None and inputs.num_worst_tokens is None
         if needs_counts and call.capture is not None:
@@ -89,12 +90,12 @@ class NodesThroughput:
         parts = parts_of(capacity)
         # Without counts to wait for, a rank without room raises here, and makes no call at all.
         reserve = self.results.reserve_in_pool if needs_counts else self.results.reserve
-        reserved = reserve(parts.num_bytes, call)
+        reserved = reserve(parts.num_bytes, call, reader)
         if known is None:
-            counts_owner = tables = self._handles.acquire(stream, call.caller_stream)
+            counts_owner = tables = self._handles.acquire(stream, call.caller_stream, call.capture, call.follows)
             counts = tables.ptr + self._layout.handle.offsets["counts"]
         else:
-            counts_owner = self.counts.acquire(stream, call.caller_stream)
+            counts_owner = self.counts.acquire(stream, call.caller_stream, call.capture, call.follows)
             counts = counts_owner.ptr
         num_recv, has_room = None, True
         with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", "kPhaseNodeRows"):
@@ -105,7 +106,9 @@ class NodesThroughput:
                 num_recv, counts_list = self._monitor.await_counts()
                 capacity = num_recv if num_recv <= most else 0
                 try:
-                    reserved = self.results.reserve(parts_of(capacity).num_bytes, call) if capacity else self.results.no_rows()
+                    reserved = (
+                        self.results.reserve(parts_of(capacity).num_bytes, call, reader) if capacity else self.results.no_rows()
+                    )
                 except EPOutOfMemoryError:  # the other ranks wait for this rank: the kernel tells them
                     capacity, has_room, reserved = 0, False, self.results.no_rows()
                 parts = parts_of(capacity)
@@ -126,7 +129,7 @@ class NodesThroughput:
                 self._runtime.synchronize()  # raises what the kernels of all ranks report
                 raise too_many_rows(self._runtime.rank, num_recv, most)
             capacity = num_recv
-        owner, base = self.results.keep(reserved, parts.offsets["x"] + capacity * x.row_bytes, call)
+        owner, base = self.results.keep(reserved, parts.offsets["x"] + capacity * x.row_bytes, call, reader)
         make_views = dispatch_views(
             self._runtime, arrays, parts.offsets, capacity, rows=(base, owner), counts=(counts, counts_owner), stream=stream
         )
@@ -200,7 +203,7 @@ class NodesThroughput:
         self._network.wake()
         launch(stream, self.num_sms, params)
         given = inputs.topk_weights, *inputs.biases
-        self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
+        self._order.record_end(call, (x, weights, biases, inputs.x, *given), (handle.routing,), *given)
         shown = out, out_weights if weights is not None else None
         return combine_views(self._runtime, x, handle.num_tokens, *shown, owner, stream)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ...arrays.view import HOST, View
 from ...cuda import driver
-from ...cuda.pool import Slot
+from ...cuda.slots import Slot
 from ...errors import EPInputError
 from ...kernels.structs import LL_RECEIVE
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views

@@ -50,8 +50,9 @@ class RepeatedCall(Generic[_Result]):
         self._stream = None if stream is None else stream_handles.of_stream(stream)
         self._arguments: tuple[Any, ...] = ()
         self._views: tuple[View | None, ...] = ()
-        # The arguments and the Buffer's memory, if an allocator could reuse the arguments' memory before calls have run.
-        self._held: tuple[Any, Any] | None = None
+        self._held: tuple[Any, ...] | None = (
+            None  # the arguments, if their allocator could reuse their memory before calls have run
+        )
         self._last: tuple[int, int | None] | None = None  # the streams of the last call
         self._event: CallEnd | None = None
         self._result: _Result
@@ -81,7 +82,7 @@ class RepeatedCall(Generic[_Result]):
         self._hand_over()
         self._arguments, self._views = arguments, views
         if self._held is not None:
-            self._held = arguments, self._own
+            self._held = arguments
             return
         for view in views:
             if view is not None and view.framework is not self._call.framework:
@@ -99,7 +100,7 @@ class RepeatedCall(Generic[_Result]):
         """Let the order of calls hold the arguments of calls that may still run."""
         end, self._end = self._end, None
         if end is not None and self._held is not None:
-            self._order.hold(end, self._held[0])  # not the memory of results, whose pools wait for their streams
+            self._order.hold(end, self._held)
 
     def _begin(self) -> None:
         """Choose the stream, and queue the waits of the call."""
@@ -113,7 +114,7 @@ class RepeatedCall(Generic[_Result]):
 
     def _note_end(self) -> None:
         call, held = self._call, self._held
-        self._order.record_prepared_end(call, held)
+        self._order.record_prepared_end(call, held, self._own)
         if held is not None and call.capture is None:
             if self._end is None:
                 self._end = driver.CudaEvent(call.stream)
@@ -131,7 +132,7 @@ class RepeatedCall(Generic[_Result]):
             memory.add_stream(call.stream)
             if call.caller_stream is not None:
                 memory.add_stream(call.caller_stream)
-        self._held = (self._arguments, self._own) if must_hold_arguments(call, self._views) else None
+        self._held = self._arguments if must_hold_arguments(call, self._views) else None
         if self._event is None or self._event.stream != call.stream:
             self._event = self._order.event(call)
             self._result = self._make_result(self._event, call.stream)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cuda import driver
+from ...cuda.captured_graph import CapturedGraph
 from ...cuda.pool import Block, Pool
 from ...cuda.stream_memory import StreamMemory, StreamPool
 from ...errors import EPOutOfMemoryError
@@ -57,13 +58,18 @@ class ResultMemory:
             for name in ("pool", "sums")
         )
 
-    def reserve(self, num_bytes: int, call: Call) -> Reservation:
-        """Reserve memory that peers write the rows of a dispatch to, at most `num_bytes`.
+    def reserve(self, num_bytes: int, call: Call, reader: int | None) -> Reservation:
+        """Reserve memory that peers write the rows of a dispatch to.
+
+        Args:
+            num_bytes: At most.
+            call: The dispatch.
+            reader: The caller's stream, if the caller gets the rows.
 
         Raises:
             EPOutOfMemoryError: if the pool is full, and results may not or cannot be copied.
         """
-        reserved = self.reserve_in_pool(num_bytes, call)
+        reserved = self.reserve_in_pool(num_bytes, call, reader)
         if reserved is not None:
             return reserved
         if not self._copy_when_full:
@@ -77,9 +83,9 @@ class ResultMemory:
             )
         return Reservation(self._offsets["landing"], None)
 
-    def reserve_in_pool(self, num_bytes: int, call: Call) -> Reservation | None:
+    def reserve_in_pool(self, num_bytes: int, call: Call, reader: int | None) -> Reservation | None:
         """Reserve memory of the pool that peers write the rows of a dispatch to. None if the pool is full."""
-        block = self._allocate(num_bytes, call.stream, call.caller_stream)
+        block = self._allocate(num_bytes, call.stream, reader, call.capture)
         return None if block is None else Reservation(self.offset_of(block), block)
 
     def reserve_for_repeats(self, num_bytes: int, stream: int) -> Block:
@@ -88,7 +94,7 @@ class ResultMemory:
         Raises:
             EPOutOfMemoryError: if the pool is full.
         """
-        block = self._allocate(num_bytes, stream, None)
+        block = self._allocate(num_bytes, stream, None, None)
         if block is None:
             raise EPOutOfMemoryError(self._no_room(num_bytes))
         return block
@@ -106,8 +112,14 @@ class ResultMemory:
         """Return the place of a result that gets no rows. It needs no room in the pool."""
         return Reservation(self._offsets["landing"], None)
 
-    def keep(self, reserved: Reservation, num_bytes: int, call: Call) -> tuple[Any, int]:
+    def keep(self, reserved: Reservation, num_bytes: int, call: Call, reader: int | None) -> tuple[Any, int]:
         """Keep the result of a launched dispatch: trim its block to what arrived, or copy it out of the shared region.
+
+        Args:
+            reserved: Where the rows arrive.
+            num_bytes: Of what arrived.
+            call: The dispatch.
+            reader: As of `reserve`.
 
         Returns:
             The owner of the memory, and its address.
@@ -116,7 +128,7 @@ class ResultMemory:
             reserved.block.trim(num_bytes)
             return reserved.block, reserved.block.ptr
         try:
-            copy = self._stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
+            copy = self._stream_pool.allocate(num_bytes, call.stream, reader)
         except EPOutOfMemoryError as error:
             error.call_made = True  # the rows have arrived, and the other ranks do not know of this error
             raise
@@ -130,14 +142,14 @@ class ResultMemory:
         Sums need no symmetric memory, so they do not use the pool of dispatch. A capture cannot allocate: only there they use it too.
         """
         for pool in (self._sums,) if call.capture is None else (self._sums, self.pool):
-            block = pool.allocate(num_bytes, call.stream, call.caller_stream)
+            block = pool.allocate(num_bytes, call.stream, call.caller_stream, call.capture)
             if block is not None:
                 return block
         self._check_can_allocate(call.stream)
         return self._stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
 
-    def _allocate(self, num_bytes: int, stream: int, reader: int | None) -> Block | None:
-        block = self.pool.allocate(num_bytes, stream, reader)
+    def _allocate(self, num_bytes: int, stream: int, reader: int | None, graph: CapturedGraph | None) -> Block | None:
+        block = self.pool.allocate(num_bytes, stream, reader, graph)
         if block is not None and self._counts_use:
             self._most_bytes_in_use = max(self._most_bytes_in_use, self.pool.used_bytes)
         return block

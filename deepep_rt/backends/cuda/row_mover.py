@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...comm.call_signature import Signature
-from ...cuda.pool import Slots
+from ...cuda.slots import Slots
 from ...jit.launch import Launcher
 from ...results import DispatchHandle, Views
 from ..calls import Call, CombineInputs, DispatchInputs

@@ -11,7 +11,7 @@ from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
 from ...config import STAGE_BYTES
 from ...cuda import driver
-from ...cuda.pool import Slots
+from ...cuda.slots import Slots
 from ...cuda.stream_memory import StreamPool
 from ...cuda.symmetric_memory import SymmetricMemory
 from ...errors import EPDestroyedError

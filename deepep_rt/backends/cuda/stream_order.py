@@ -12,23 +12,10 @@ from ...arrays import frameworks
 from ...arrays import stream_handles as handles
 from ...arrays.view import HOST, Framework, View
 from ...cuda import driver
+from ...cuda.captured_graph import CapturedGraph
 from ...errors import EPInputError
 from ...results import Event
 from ..calls import Call
-
-
-class _Capture:
-    """The calls of this Buffer in one capture of a CUDA graph.
-
-    This object holds their arguments. Otherwise, during the capture, the arguments' allocator could give their memory to a parallel branch
-    of the graph. CUDA does not report the end of a capture, and its stream may not exist any more. So the arguments stay until the next
-    capture begins, or until the host waits for all calls.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.arguments: list[Any] = []
-        self.end: driver.CudaEvent  # of the last call
 
 
 class _LastCall:
@@ -87,7 +74,8 @@ class CallOrder:
         self._device, self.context, self.check = device, context, check
         self.own_stream = driver.acquire_stream()
         self._last_call = _LastCall(self.own_stream)
-        self._capture: _Capture | None = None  # the last one that had calls
+        self._capture: CapturedGraph | None = None  # the last one that had calls
+        self._graphs: list[CapturedGraph] = []  # that may be replayed
         self.has_captured = False
         self._newest_stream: int | None = None  # of the last call, captured or not
         self._per_thread_user: int | None = None  # the thread with calls on its per-thread default stream
@@ -155,13 +143,29 @@ class CallOrder:
             self._wait_for_previous(call)
         elif call.async_finish and call.caller_stream not in (None, stream):
             driver.wait_stream(stream, call.caller_stream)
-        call.capture = driver.capture_id(stream)  # these waits may have made the stream a part of the caller's capture
+            call.follows = call.caller_stream
+        number = driver.capture_id(stream)  # these waits may have made the stream a part of the caller's capture
+        call.capture = None if number is None else self._capture_of(number, stream)
         if call.capture is not None:
-            if self._capture is not None and self._capture.number == call.capture:
-                driver.wait_event(stream, self._capture.end.handle)
+            if call.capture.end is not None:
+                driver.wait_event(stream, call.capture.end.handle)
         elif stream != self._last_call.stream:
             end = self._last_call.end()  # the event has to exist until the wait is queued
             driver.wait_event(stream, end.handle)
+
+    def _capture_of(self, number: int, stream: int) -> CapturedGraph:
+        """Return the graph of a capture. The arguments of the capture before are dropped: it has ended."""
+        if self._capture is None or self._capture.number != number:
+            self.drop_ended_graphs()
+            self._capture, self.has_captured = CapturedGraph(number, stream), True
+            self._graphs.append(self._capture)
+        return self._capture
+
+    def drop_ended_graphs(self) -> None:
+        """Drop what captures have held for their calls, and what graphs held that cannot be replayed any more."""
+        self._graphs = [graph for graph in self._graphs if not graph.has_ended()]
+        if self._capture is not None:
+            self._capture.arguments.clear()
 
     def _wait_for_previous(self, call: Call) -> None:
         if isinstance(call.previous_event, Event):
@@ -175,25 +179,30 @@ class CallOrder:
         Args:
             call: The call.
             arguments: The caller's memory that the call reads or writes.
-            own: The Buffer's memory that it reads or writes. Its pools wait for its readers, but not in captures.
+            own: The Buffer's memory that it reads or writes. Its pools wait for its readers, but not for replays of a graph.
             views: Arguments of other libraries, or in host memory. Their allocators do not know the stream of the call.
         """
-        if not must_hold_arguments(call, views):
-            self.record_prepared_end(call, None)
-            return
-        self.record_prepared_end(call, (arguments, own))
-        if call.capture is None:
+        must_hold = must_hold_arguments(call, views)
+        self.record_prepared_end(call, arguments if must_hold else None, own)
+        if must_hold and call.capture is None:
             self.hold(driver.CudaEvent(call.stream), arguments)
 
-    def record_prepared_end(self, call: Call, held: Any) -> None:
-        """Note the end of a prepared call, which holds its arguments itself. A capture also holds `held`, if it is not None."""
+    def record_prepared_end(self, call: Call, held: Any, own: Iterable[Any]) -> None:
+        """Note the end of a prepared call, which holds its arguments itself.
+
+        Args:
+            call: The call.
+            held: The arguments, if a capture must hold them until it has ended, or None.
+            own: As of `record_end`. What the capture has not acquired, its graph holds as long as it can be replayed.
+        """
         stream = self._newest_stream = call.stream
-        if call.capture is not None:  # the caller orders the replays of a graph
-            if self._capture is None or self._capture.number != call.capture:
-                self._capture, self.has_captured = _Capture(call.capture), True
-            self._capture.end = driver.CudaEvent(stream)
+        capture: CapturedGraph | None = call.capture
+        if capture is not None:  # the caller orders the replays of a graph
+            capture.end = driver.CudaEvent(stream)
             if held is not None:
-                self._capture.arguments.append(held)
+                capture.arguments.append((held, own))  # no wait orders reuse after readers in a parallel branch
+            for allocation in own:
+                capture.hold(allocation)
             return
         while self._arguments and self._arguments[0][0].done():
             self._arguments.popleft()
@@ -232,13 +241,15 @@ class CallOrder:
         """Wait on the host for `end` and for the Buffer's own stream; then raise what the device has reported."""
         end.synchronize()
         driver.synchronize(self.own_stream)
-        self._capture = None
+        self.drop_ended_graphs()
         self.check()
 
     def drop_arguments(self) -> None:
         """Drop the arguments of all calls. No call may run any more."""
         self._arguments = deque(maxlen=0)  # prepared calls may hand over theirs later
-        self._capture = None
+        for graph in self._graphs:
+            graph.drop_memory()
+        self._capture, self._graphs = None, []
 
 
 def must_hold_arguments(call: Call, views: Iterable[View | None]) -> bool:

@@ -72,6 +72,7 @@ class Throughput:
         """
         self.check_support()
         known, stream = inputs.handle, call.stream
+        reader = call.caller_stream if inputs.layout == "token" else None  # rows by expert are copied out of these rows
         self._order.enqueue_waits(call)
         needs_counts = known is None and inputs.num_worst_tokens is None
         if needs_counts and call.capture is not None:
@@ -85,14 +86,14 @@ class Throughput:
         # Counts have memory of their own: a caller that keeps them must not keep the rows.
         if known is None:
             capacity = self._config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
-            counts_owner = tables = self._handles.acquire(stream, call.caller_stream)
+            counts_owner = tables = self._handles.acquire(stream, call.caller_stream, call.capture, call.follows)
             counts = tables.ptr + self._layout.handle.offsets["counts"]
         else:
             capacity, tables = known.num_recv_rows, known.routing
-            counts_owner = self.counts.acquire(stream, call.caller_stream)
+            counts_owner = self.counts.acquire(stream, call.caller_stream, call.capture, call.follows)
             counts = counts_owner.ptr
         parts = self._layout.result(capacity, row_bytes, scale_bytes, idx.itemsize if idx else 0, idx is not None)
-        reserved = self.results.reserve(parts.num_bytes, call)
+        reserved = self.results.reserve(parts.num_bytes, call, reader)
         place = tables.ptr, reserved.offset, parts.offsets, capacity, counts
         launch, params = self.dispatch_launch(inputs.signature, arrays, *place)
         params["follows_route"], params["to_host"] = known is None, needs_counts
@@ -108,7 +109,7 @@ class Throughput:
             self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
             if needs_counts:
                 num_rows, counts_list = self._monitor.await_counts()
-        owner, base = self.results.keep(reserved, parts.offsets["x"] + num_rows * row_bytes, call)
+        owner, base = self.results.keep(reserved, parts.offsets["x"] + num_rows * row_bytes, call, reader)
         make_views = dispatch_views(
             self._runtime, arrays, parts.offsets, num_rows, rows=(base, owner), counts=(counts, counts_owner), stream=stream
         )
@@ -185,7 +186,7 @@ class Throughput:
         launch, params = self.combine_launch(inputs, arrays, out, out_weights)
         launch(stream, self.num_sms, params)
         given = inputs.topk_weights, *inputs.biases
-        self._order.record_end(call, (x, weights, biases, inputs.x, *given), handle, *given)
+        self._order.record_end(call, (x, weights, biases, inputs.x, *given), (handle.routing,), *given)
         shown = out, out_weights if weights is not None else None
         return combine_views(self._runtime, x, handle.num_tokens, *shown, owner, stream)
 

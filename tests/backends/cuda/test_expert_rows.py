@@ -226,12 +226,16 @@ def test_an_interruption_between_choices(fake: FakeGpu, make: Any) -> None:
 
 
 def test_a_graph_keeps_the_memory_of_choices(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays use the memory of the rows again. A later call of the capture gets other memory while the result lives."""
+    """Replays use the memory of the rows again. Calls of the same capture come after each other, and share it."""
     with make(**TWO_NODES) as buffer:
-        monkeypatch.setattr(driver, "capture_id", lambda stream: 7)
-        places, kept = [], []
-        for _ in range(2):
-            kept.append(choice_sums(fake, buffer))
-            places.append({call.out for call in fake.pop_launches() if call.kernel == "combine_nodes"})
-        assert [len(place) for place in places] == [1, 1]
-        assert places[0] != places[1]
+
+        def places() -> set[int]:
+            choice_sums(fake, buffer)
+            return {call.out for call in fake.pop_launches() if call.kernel == "combine_nodes"}
+
+        with monkeypatch.context() as capture:
+            capture.setattr(driver, "capture_id", lambda stream: 7)
+            captured = places()
+            assert len(captured) == 1
+            assert places() == captured
+        assert not places() & captured

@@ -16,6 +16,7 @@ from deepep_rt import EPInputError, EPUnavailableError
 from deepep_rt.arrays import frameworks
 from deepep_rt.backends.calls import LowLatencyMemory
 from deepep_rt.backends.low_latency_inputs import low_latency_dispatch_inputs
+from deepep_rt.cuda import driver
 from deepep_rt.jit import loader
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.table import KERNELS
@@ -206,11 +207,13 @@ def test_the_combine_buffer_is_for_the_callers_stream(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caller: int
 ) -> None:
     """0 is a stream too: the default one."""
-    with make(low_latency=True) as buffer:
+    with make(low_latency=True) as buffer, monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
         x, idx, _ = arguments(fake)
         handle = buffer.low_latency_dispatch(x, idx, use_fp8=False).handle
         gc.collect()
         monkeypatch.setattr(type(frameworks.framework_of(x, "x")), "current_stream", lambda self, device: caller)
+        fake.has_memory = False
         fake.waits.clear()
         buffer.get_low_latency_combine_buffer(handle)
         assert (caller, 5) in fake.waits, "an event of the stream that used the memory before"

@@ -431,6 +431,7 @@ def test_memory_waits_for_every_stream_of_the_calls(fake: FakeGpu, make: Any, mo
             step.dispatch()
         chosen.dispatch()
         first, _, second = fake.pop_launches()
+        fake.has_memory = False
         busy.setattr(_Library, "current_stream", lambda library, device: 23)
         del step
         for place, streams in ((first.recv_x, {21, 22}), (second.recv_x, {22, 77})):
@@ -449,6 +450,8 @@ def test_later_calls_wait_for_the_memory(fake: FakeGpu, make: Any, monkeypatch: 
         x, idx, weights = arguments(fake)
         place = buffer.low_latency_dispatch(x, idx, stream=31).recv_x.ptr  # the caller's stream reads it
         fake.pop_launches()
+        buffer._backend.low_latency.kernels.sums.acquire(31)
+        fake.has_memory = False
         fake.waits.clear()
         step = buffer.prepare_low_latency(x, idx, weights, stream=32)
         assert (31, ("work of", CALLERS_STREAM)) in fake.waits
@@ -470,10 +473,14 @@ def test_later_calls_wait_for_the_waits_of_the_preparation(
         if has_calls:
             for stream in (31, 32):
                 buffer.low_latency_dispatch(x, idx, stream=stream)
+            buffer._backend.low_latency.kernels.sums.acquire(31)
         else:
             with busy.context() as capture:
                 capture.setattr(driver, "capture_id", lambda stream: 7)
                 buffer.prepare_low_latency(x, idx, weights).dispatch()
+            fake.has_graphs = False
+            buffer._backend.runtime.order.drop_ended_graphs()
+        fake.has_memory = False
         fake.waits.clear()
         step = buffer.prepare_low_latency(x, idx, weights, stream=33)
         num_waits = len(fake.waits)

@@ -12,7 +12,8 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from deepep_rt import EPOutOfMemoryError
 from deepep_rt.backends.calls import Call
 from deepep_rt.backends.cuda.result_memory import Reservation, ResultMemory
-from deepep_rt.cuda import driver
+from deepep_rt.cuda import captured_graph, driver
+from deepep_rt.cuda.captured_graph import CapturedGraph
 from deepep_rt.cuda.pool import Block
 from deepep_rt.kernels.regions import arrange
 
@@ -62,12 +63,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     monkeypatch.setattr(driver, "CurrentContext", Nothing)
     monkeypatch.setattr(driver, "CudaEvent", Nothing)
+    monkeypatch.setattr(captured_graph, "GraphEnd", lambda stream: SimpleNamespace(has_come=lambda: False))
     monkeypatch.setattr(driver, "is_capturing", lambda stream: stream == gpu.capturing)
     monkeypatch.setattr(driver, "copy_async", lambda *how: gpu.copies.append(how))
     return gpu
 
 
-def call(capture: int | None = None) -> Call:
+def call(capture: CapturedGraph | None = None) -> Call:
     return Call(STREAM, CALLERS, False, None, None, capture)
 
 
@@ -78,30 +80,30 @@ def place_and_streams(block: Any) -> tuple[int, tuple[int, ...]]:
 
 def test_results_go_to_cells_of_the_pool(gpu: Gpu) -> None:
     memory = gpu.memory()
-    reserved = [memory.reserve(2000, call()) for _ in range(2)]
+    reserved = [memory.reserve(2000, call(), CALLERS) for _ in range(2)]
     assert [each.offset for each in reserved] == [POOL, POOL + 2048]
     assert [place_and_streams(each.block) for each in reserved] == [(POOL, (STREAM, CALLERS)), (POOL + 2048, (STREAM, CALLERS))]
-    owner, ptr = memory.keep(reserved[1], 300, call())
+    owner, ptr = memory.keep(reserved[1], 300, call(), CALLERS)
     assert (owner, ptr, owner.num_bytes) == (reserved[1].block, BASE + POOL + 2048, 512)
     assert (gpu.copies, gpu.ended_calls, gpu.outside.asked) == ([], [], [])
 
 
 def test_a_full_pool_raises_or_copies(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     refusing = gpu.memory(copy_when_full=False)
-    held = refusing.reserve(4096, call())
+    held = refusing.reserve(4096, call(), CALLERS)
     with pytest.raises(
         EPOutOfMemoryError, match=r"no room for a result of 2 MB \(0 MB of the pool are free\)\. Drop earlier results"
     ):
-        refusing.reserve(2_000_000, call())
+        refusing.reserve(2_000_000, call(), CALLERS)
     memory, caplog.handler.level = gpu.memory(), 0
-    held = memory.reserve(4096, call())
+    held = memory.reserve(4096, call(), None)
     with caplog.at_level("INFO", "deepep_rt"):
         for _ in range(2):
-            assert memory.reserve(2000, made := call()) == Reservation(LANDING, None)
+            assert memory.reserve(2000, made := call(), CALLERS) == Reservation(LANDING, None)
     assert [record.message for record in caplog.records] == [
         "the pool is full: results of dispatch are copied until earlier results are dropped; raise num_slots for room"
     ], "once"
-    assert memory.keep(Reservation(LANDING, None), 300, made)[1] == 77
+    assert memory.keep(Reservation(LANDING, None), 300, made, CALLERS)[1] == 77
     assert gpu.outside.asked == [(300, STREAM, CALLERS)]
     assert gpu.copies == [(77, BASE + LANDING, 300, STREAM)]
     assert gpu.ended_calls == [made], "the next call writes to the same region, and waits for the copy"
@@ -112,7 +114,7 @@ def test_too_little_memory_for_a_copy(gpu: Gpu) -> None:
     """The rows have arrived. The other ranks do not know of this error."""
     gpu.outside.is_empty = True
     with pytest.raises(EPOutOfMemoryError) as caught:
-        gpu.memory().keep(Reservation(LANDING, None), 300, call())
+        gpu.memory().keep(Reservation(LANDING, None), 300, call(), None)
     assert caught.value.call_made is True
     assert (gpu.copies, gpu.ended_calls) == ([], [])
 
@@ -128,10 +130,11 @@ def test_sums_use_their_own_pool_and_then_other_memory(gpu: Gpu) -> None:
 def test_sums_of_a_capture_also_use_the_pool_of_results(gpu: Gpu) -> None:
     """A capture cannot allocate."""
     memory, gpu.capturing = gpu.memory(), STREAM
-    held: list[Any] = [memory.allocate_sums(2048, call(5)) for _ in range(3)]
+    graph = CapturedGraph(5, STREAM)
+    held: list[Any] = [memory.allocate_sums(2048, call(graph)) for _ in range(3)]
     assert [place_and_streams(block) for block in held] == [(place, (STREAM, CALLERS)) for place in (SUMS, POOL, POOL + 2048)]
     full = r"the pool is full \(0 MB free\), and a captured CUDA graph cannot allocate; expected room in the pool\. Drop earlier results"
-    for ask in (lambda: memory.allocate_sums(1024, call(5)), lambda: memory.reserve(1024, call(5))):
+    for ask in (lambda: memory.allocate_sums(1024, call(graph)), lambda: memory.reserve(1024, call(graph), CALLERS)):
         with pytest.raises(EPOutOfMemoryError, match=full):
             ask()
     assert all(isinstance(block, Block) for block in held)

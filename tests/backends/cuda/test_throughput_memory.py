@@ -38,7 +38,9 @@ def test_a_dispatch_waits_only_for_readers_of_its_own_memory(fake: FakeGpu, make
 
 
 def test_dropped_results_wait_for_their_readers(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work on the caller's stream may still read them: sums in the Buffer's memory and in other memory, and copied rows."""
+    """Work on the caller's stream may still read them: sums in the Buffer's memory and in other memory, and copied rows. Other memory is
+    freed when it is done.
+    """
     with make(num_slots=1) as buffer, monkeypatch.context() as busy:
         busy.setattr(driver.CudaEvent, "done", lambda event: False)
         x, idx, weights = arguments(fake, 64)
@@ -54,7 +56,12 @@ def test_dropped_results_wait_for_their_readers(fake: FakeGpu, make: Any, monkey
                 del outside
             else:
                 del copied
-            assert fake.waits == [(OWN_STREAM, 5)], result
+            assert fake.waits == [], result
+            assert fake.freed == []
+        with busy.context() as done:
+            done.setattr(driver.CudaEvent, "done", lambda event: True)
+            buffer.dispatch(x, handle=sent.handle, **send)
+        assert len(fake.freed) == 2
         fake.waits.clear()
         del inside
         inside = buffer.combine(y, sent.handle, **send)
