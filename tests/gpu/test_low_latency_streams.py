@@ -120,3 +120,57 @@ def test_streams(comm):
             cx, ci, cw = cpu(rows(comm, seed, 60, 1024), idx, weights)
             want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
             same(back.x, host.low_latency_combine(want.recv_x * 2, ci, cw, want.handle).x)
+
+
+def test_two_buffers_in_different_orders(comm):
+    """Ranks call two Buffers in different orders, each on a stream of its own. A variable holds the result of both, so each result is
+    dropped while the other stream is current. No call may wait for a call of the same round on the other stream.
+    """
+    first, host = make_both(comm, hidden=1024)
+    second, other_host = make_both(comm, hidden=1024)
+    with first, second, host, other_host:
+        idx, weights = routing(comm, 60, 60, 8, first.config.num_experts)
+        x = rows(comm, 61, 60, 1024)
+        cx, ci, cw = cpu(x, idx, weights)
+        sent = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
+        want = host.low_latency_combine(sent.recv_x, ci, cw, sent.handle).x
+        calls = [(first, torch.cuda.Stream()), (second, torch.cuda.Stream())]
+        if comm.Get_rank() % 2:
+            calls.reverse()
+        torch.cuda.synchronize()
+        sums = {}
+        for _ in range(200):
+            for gpu, stream in calls:
+                with torch.cuda.stream(stream):
+                    sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+                    back = gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle)
+                    sums[gpu] = back.x.clone()
+        for gpu, _ in calls:
+            gpu.synchronize()
+            same(sums[gpu], want)
+
+
+def test_a_captured_combine_keeps_its_routing(comm):
+    """The program drops the handle. Other dispatches take free tables and memory."""
+    gpu, host = make_both(comm, hidden=1024)
+    with gpu, host:
+        idx, weights = routing(comm, 62, 60, 8, gpu.config.num_experts)
+        sent = gpu.low_latency_dispatch(rows(comm, 62, 60, 1024), idx, topk_weights=weights, use_fp8=False)
+        y = sent.recv_x * 2
+        want = gpu.low_latency_combine(y, idx, weights, sent.handle).x.clone()
+        torch.cuda.synchronize()
+        comm.Barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = gpu.low_latency_dispatch(rows_of_graph := y[0, :60].clone(), idx, topk_weights=weights, use_fp8=False)
+            total = gpu.low_latency_combine(y, idx, weights, again.handle).x.clone()
+        del sent, again, rows_of_graph
+        for seed in range(63, 75):
+            other, other_weights = routing(comm, seed, 60, 8, gpu.config.num_experts)
+            eager = gpu.low_latency_dispatch(rows(comm, seed, 60, 1024), other, topk_weights=other_weights, use_fp8=False)
+            back = gpu.low_latency_combine(eager.recv_x, other, other_weights, eager.handle).x
+            before, rows_before = back.clone(), eager.recv_x.clone()
+            graph.replay()
+            same(total, want)
+            same(back, before)
+            same(eager.recv_x, rows_before)

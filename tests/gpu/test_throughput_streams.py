@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 
 import pytest
@@ -68,7 +69,9 @@ def test_two_micro_batches_overlap(comm):
 
 @pytest.mark.parametrize("call", ["dispatch", "low_latency_dispatch"])
 def test_rows_dropped_before_another_stream_has_read_them(comm, call):
-    """The next call gets their memory. It has to wait for the stream that was current when the caller dropped the rows."""
+    """A dispatch gets their memory, and waits for the stream that was current when the caller dropped the rows. A low-latency call takes
+    other memory, and does not wait.
+    """
     with make(comm, num_slots=1, low_latency=True, num_max_tokens_per_rank=64) as gpu:
         idx, weights = routing(comm, 59, 64, 8, gpu.config.num_experts)
         first, second = (rows(comm, seed, 64, 7168) for seed in (59, 60))
@@ -81,6 +84,7 @@ def test_rows_dropped_before_another_stream_has_read_them(comm, call):
         want = send(
             first
         ).clone()  # low latency does not write some rows; these stay equal, because all calls get the same memory
+        torch.cuda.synchronize()  # the next low-latency call takes memory that no stream uses
         read, done = torch.empty_like(want), torch.cuda.Event()
         calls, compute = torch.cuda.Stream(), torch.cuda.current_stream()
         calls.wait_stream(compute)
@@ -95,9 +99,87 @@ def test_rows_dropped_before_another_stream_has_read_them(comm, call):
         assert not done.query(), "the read ended before the drop, so this run tests nothing"
         with torch.cuda.stream(calls):
             again = send(second)
-        assert again.data_ptr() == place, "the call got other memory, so this run tests nothing"
+        if call == "dispatch":
+            assert again.data_ptr() == place, "the call got other memory, so this run tests nothing"
+        else:
+            assert again.data_ptr() != place
+            calls.synchronize()
+            assert not done.query(), "the call waited for the reader of other memory"
         torch.cuda.synchronize()
         same(read, want)
+
+
+@pytest.mark.parametrize("layout", ["token", "expert"])
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_calls_do_not_wait_for_later_work_of_the_caller(comm, call, layout):
+    """Calls with `previous_event` end before long work that the caller's stream has got since. Earlier calls have freed memory."""
+    with make(comm, num_slots=4) as gpu:
+        idx, _ = routing(comm, 61, 200, 8, gpu.config.num_experts)
+        x = rows(comm, 61, 200, 7168)
+        sent = gpu.dispatch(x, idx, layout=layout)
+        y = sent.recv_x * 1
+
+        def run(**options):
+            if call == "combine":
+                return gpu.combine(y, sent.handle, async_finish=True, **options)
+            return gpu.dispatch(x, handle=sent.handle, layout=layout, async_finish=True, **options)
+
+        torch.cuda._sleep(1)  # the first launch of a kernel loads it, and may wait for all work on the GPU
+        for _ in range(4):
+            run()
+        held = [run() for _ in range(3)]
+        del held
+        torch.cuda.synchronize()
+        comm.Barrier()
+        asked, done = torch.cuda.Event(), torch.cuda.Event()
+        asked.record()
+        torch.cuda._sleep(int(1.5e9))  # about a second
+        done.record()
+        for _ in range(2):
+            run(previous_event=asked)
+        results = [run(previous_event=asked) for _ in range(3)]
+        results[-1].event.synchronize()
+        assert not done.query(), "a call waited for later work of the caller"
+        torch.cuda.synchronize()
+        if call == "combine":
+            same(results[-1].x, results[0].x)
+        elif layout == "token":
+            same(results[-1].recv_x, y)
+
+
+@pytest.mark.parametrize("layout", ["token", "expert"])
+def test_a_captured_combine_keeps_its_routing(comm, layout):
+    """The program drops the handle. Other routings take free tables, and no result of another call lies where a replay writes."""
+    with make(comm, num_slots=4) as gpu:
+        idx, _ = routing(comm, 62, 200, 8, gpu.config.num_experts)
+        sent = gpu.dispatch(rows(comm, 62, 200, 7168), idx, layout=layout)
+        y = sent.recv_x * 2
+        want = gpu.combine(y, sent.handle).x.clone()
+        torch.cuda.synchronize()
+        comm.Barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = gpu.combine(y, sent.handle).x
+            total = out.clone()
+        del sent, out
+        for seed in range(63, 75):
+            other, _ = routing(comm, seed, 150, 8, gpu.config.num_experts)
+            sent = gpu.dispatch(rows(comm, seed, 150, 7168), other, layout=layout)
+            back = gpu.combine(sent.recv_x * 1, sent.handle).x
+            before = back.clone()
+            total.zero_()
+            graph.replay()
+            same(total, want)
+            same(back, before)
+        del sent, back
+        graphs = list(gpu._backend.runtime.order._graphs)
+        assert [each.has_ended() for each in graphs] == [False]
+        del graph
+        torch.cuda.synchronize()
+        limit = time.monotonic() + 60
+        while not all(each.has_ended() for each in graphs):  # CUDA tells it in a thread of its own
+            assert time.monotonic() < limit, "CUDA did not tell that the graph was destroyed"
+            time.sleep(0.01)
 
 
 def test_results_do_not_hold_arguments(comm):
