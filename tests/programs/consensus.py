@@ -133,7 +133,7 @@ def check_consensus_reminds(comm: MPI.Intracomm) -> None:
         assert not texts
     else:
         assert len(texts) >= 2, texts
-        assert any(f"of 20 s for rank {late} to be here" in text for text in texts), texts
+        assert any(f"of {TIMEOUT_S:g} s for rank {late} to be here" in text for text in texts), texts
 
 
 if __name__ == "__main__":
