@@ -25,7 +25,7 @@ def skipped_everywhere(files: Sequence[str]) -> dict[str, str]:
             if reason is None:
                 ran |= {f"{module}::{name}", module}
             else:
-                skipped[f"{module}::{name}" if module else name] = reason.get("message", "")
+                skipped[f"{module}::{name}" if module else name] = f"{reason.get('message')} {reason.text or ''}".strip()
     return {test: reason for test, reason in skipped.items() if test not in ran}
 
 
