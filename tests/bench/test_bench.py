@@ -14,7 +14,7 @@ import pytest
 from paths import ROOT
 
 pytest.importorskip("typer")
-pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
+pytest.importorskip("matplotlib", reason="matplotlib comes with deepep_rt[bench]")
 
 from launch import python_on
 from markdown_it import MarkdownIt

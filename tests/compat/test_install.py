@@ -67,7 +67,7 @@ except EPUnavailableError as error:
 
 def test_processes_that_programs_start(tmp_path: Path) -> None:
     """Processes of multiprocessing use their parent's path. Others, such as `vllm serve` or Ray's workers, use PYTHONPATH."""
-    pytest.importorskip("typer", reason="comes with deepep_rt[cli]")
+    pytest.importorskip("typer", reason="typer comes with deepep_rt[cli]")
     (tmp_path / "imports.py").write_text(IMPORTS)
     (tmp_path / "parent.py").write_text("""
 import multiprocessing

@@ -12,9 +12,9 @@ import pytest
 from paths import ROOT
 from without import without
 
-pytest.importorskip("sphinx", reason="comes with deepep_rt[docs]")
-pytest.importorskip("myst_parser", reason="comes with deepep_rt[docs]")
-pytest.importorskip("furo", reason="comes with deepep_rt[docs]")
+pytest.importorskip("sphinx", reason="sphinx comes with deepep_rt[docs]")
+pytest.importorskip("myst_parser", reason="myst_parser comes with deepep_rt[docs]")
+pytest.importorskip("furo", reason="furo comes with deepep_rt[docs]")
 
 import deepep_rt
 

@@ -247,7 +247,7 @@ def test_public_names() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("hatchling", reason="comes with deepep_rt[dev]")
+    pytest.importorskip("hatchling", reason="hatchling comes with deepep_rt[dev]")
     folder = tmp_path_factory.mktemp("wheel")
     words = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     done = subprocess.run(words, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False)

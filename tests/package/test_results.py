@@ -12,7 +12,7 @@ import pytest
 
 from deepep_rt import Buffer
 
-MPI = pytest.importorskip("mpi4py.MPI", reason="the host backend needs MPI")
+MPI = pytest.importorskip("mpi4py.MPI", reason="the host backend needs mpi4py and MPI")
 pytest.importorskip("ml_dtypes", reason="low-latency calls take bfloat16")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-pytest.importorskip("rich", reason="comes with deepep_rt[cli]")
+pytest.importorskip("rich", reason="rich comes with deepep_rt[cli]")
 
 from deepep_rt.backends.agreement import _check_same
 from deepep_rt.backends.overflow import too_many_rows
