@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 """The checkout, if the package lies in one: `cuda_src` is next to it there, and inside it once installed."""
@@ -51,6 +49,8 @@ def or_exit(what: str, extra: str) -> Iterator[None]:
 def _recorded_origin() -> str | None:
     """Read the folder or wheel that an installer recorded (PEP 610)."""
     from importlib import metadata  # takes 12 ms
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
 
     try:
         url = urlsplit(json.loads(metadata.distribution("deepep_rt").read_text("direct_url.json") or "{}").get("url", ""))

@@ -11,7 +11,7 @@ import pytest
 from memory_store import make_ranks, on_all, outcome
 
 from deepep_rt import Buffer, EPTimeoutError
-from deepep_rt.comm import failure_notice
+from deepep_rt.comm import failure_notice, process_end
 from deepep_rt.comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
 from deepep_rt.comm.store import StoreCommunicator
 
@@ -50,7 +50,7 @@ def test_notify_waits_for_the_readers(
     seconds: Callable[[float], float],
 ) -> None:
     """The store may end with the process of the leaving rank."""
-    monkeypatch.setattr(failure_notice, "_DELIVERY_S", seconds(1.0))
+    monkeypatch.setattr(process_end, "_DELIVERY_S", seconds(1.0))
     failed: list[int] = []
 
     def listen(notice: FailureNotice) -> None:

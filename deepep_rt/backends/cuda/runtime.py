@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -81,7 +83,8 @@ class CudaRuntime:
         resources.callback(driver.free, self.state)
         driver.fill(self.state, 0, layout.local.num_bytes)
         self.network = NetworkMemory(comm, layout, memory, self.state, resources) if self.config.has_network else None
-        self.page = StatusPage(layout, self.rank, self.purposes, self._purpose_of_wait)
+        of_wait = functools.partial(CudaRuntime._purpose_of_wait, weakref.proxy(self))  # no cycle: see _finalizers
+        self.page = StatusPage(layout, self.rank, self.purposes, of_wait)
         resources.callback(self.page.free)
         watched: dict[str, Any] = {}
         if self.network is not None:

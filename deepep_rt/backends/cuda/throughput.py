@@ -122,10 +122,10 @@ class Throughput:
         """Launch the routing of a dispatch with these Params. It tells the peers where that dispatch receives rows."""
         if needs_counts:
             self._runtime.page.expect_counts()
-        num_blocks = min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms)
+        counting = max(min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms - 1), 1)
         self._runtime.launcher("route")(
             stream,
-            max(num_blocks, 1) + 1,  # one publishes the receive windows
+            counting + 1,  # block 0 publishes the receive windows
             {
                 "num_tokens": idx.shape[0],
                 "topk_idx": idx.ptr,
