@@ -74,8 +74,8 @@ def call(
         arguments: The arrays that `run` reads.
         shapes: Shape and dtype of each result.
         may_be_captured: Whether XLA may capture the call in a CUDA graph, which it replays without calling back.
-        gradient_of: The call whose gradient this is, for errors. Compiled programs keep such a call, even if nothing reads its results,
-            because other ranks may read theirs.
+        gradient_of: The call whose gradient this is, for errors. On the host backend, compiled programs keep such a call, even if
+            nothing reads its results, because other ranks may read theirs.
 
     Returns:
         The token, then the results. The token is that of `after`: nothing reads it, but XLA sees that it comes out of the call.
@@ -91,7 +91,7 @@ def call(
         all_results,
         input_output_aliases=aliases,
         command_buffer_compatible=may_be_captured,
-        has_side_effect=bool(gradient_of),
+        has_side_effect=bool(gradient_of) and buffer.backend == "host",  # XLA for GPUs makes such a call twice in a scan
     )
     outputs = _without_vmap(step)(*after, *arguments)
     # Without this barrier XLA fuses the call, in a scan on a GPU, with the step that stacks its results. XLA then makes the call twice.

@@ -352,10 +352,7 @@ NUM_PHASES = max(number for number, _ in PHASES.values()) + 1
 LL_OPEN_HOOK = 255
 """A phase of a Report without a time-out: a whole low-latency call ran between the halves of another one."""
 
-EPOCHS = {
-    PHASES["kPhaseRoute"][0]: "dispatch",
-    **{PHASES[f"kPhase{call}{step}"][0]: call.lower() for call in ("Dispatch", "Combine") for step in ("Window", "Rows")},
-}
+EPOCHS = {PHASES[f"kPhase{call}{step}"][0]: call.lower() for call in ("Dispatch", "Combine") for step in ("Window", "Rows")}
 """By phase, the call whose epoch a wait of one node expects."""
 
 ROOM_PHASES = {PHASES[name][0] for name in ("kPhaseLlDispatchRoom", "kPhaseLlCombineRoom")}

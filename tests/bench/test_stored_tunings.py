@@ -23,7 +23,7 @@ def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
-    monkeypatch.setattr(run, "_need", lambda *_: None)
+    monkeypatch.setattr(run, "need", lambda *_: None)
     monkeypatch.setattr(run, "_run", lambda *_: seen.append(_env.tuning()))
     run.measure("all", tmp_path / "out", [], quick=True, backend="host", sizes=run.AskedSizes(None, None, None), commit=None)
     assert seen == [False, False]

@@ -24,7 +24,10 @@ sys.path.insert(0, str(ROOT / "examples"))
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX reads it at its first use
 TIMEOUT_S = 60.0  # ranks compile for different times
 
-HOST_ONLY = {"check_errors_of_a_call"}  # GPUs report a bad expert later: test_bad_expert
+HOST_ONLY = {
+    "check_errors_of_a_call",  # GPUs report a bad expert later: test_bad_expert
+    "check_gradients_of_all_ranks",  # XLA for GPUs leaves out gradient calls whose results nothing reads (docs/jax.md)
+}
 
 
 def _checks():

@@ -122,7 +122,8 @@ def lost_between_counts_and_rows(comm: MPI.Intracomm) -> None:
     def fail(*_) -> None:
         raise InterruptedError("between counts and rows")
 
-    buffer._backend._channel.exchange_rows = fail
+    channel = buffer._backend._channel
+    channel.exchange_rows, channel.failure_notice.notify = fail, lambda error: None  # as a rank that stands still
     with raises(InterruptedError):
         buffer.dispatch(x, idx)
     buffer.destroy(in_touch=False)  # the end of a with block would notify the other ranks

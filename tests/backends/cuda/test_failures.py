@@ -132,7 +132,7 @@ def _report_timeout(buffer: Any, phase: str, expected: int) -> None:
         ),
         ("kPhaseCombineRows", 2, "rank 2 does not run the backward of dispatch call 3. Run the same backward pass on all ranks"),
         ("kPhaseDispatchWindow", 3, "to make the same calls. Check"),
-        ("kPhaseRoute", 2, "to make the same calls. Check"),
+        ("kPhaseRoute", 3, "to make the same calls. Check"),
     ],
 )
 @pytest.mark.parametrize("layout", ["token", "expert"])
