@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
@@ -38,21 +39,21 @@ class SharedCounts:
         self._rank, self._timeout_s, self._call = comm.Get_rank(), timeout_s, 1
         shape = (2, comm.Get_size(), _MAX_WORDS)
         num_bytes = 8 * int(np.prod(shape))
-        file, memory, problem = None, None, None
-        try:
-            file = _make_file(num_bytes) if self._rank == 0 else None
-        except OSError as error:
-            problem = f"rank {self._rank}: {error}"
-        path = comm.bcast(None if file is None else str(file))
-        try:
-            if path is not None:
-                with _open_file(path, num_bytes) as opened:
-                    memory = mmap.mmap(opened.fileno(), num_bytes)
-        except OSError as error:
-            problem = f"rank {self._rank}: {error}"
-        problems = [found for found in comm.allgather(problem) if found]
-        if file is not None:
-            file.unlink()
+        memory, problem = None, None
+        with ExitStack() as at_end:  # also if a rank does not come, or a signal handler raises
+            path = None
+            try:
+                path = _make_file(num_bytes, at_end) if self._rank == 0 else None
+            except OSError as error:
+                problem = f"rank {self._rank}: {error}"
+            path = comm.bcast(path)
+            try:
+                if path is not None:
+                    with _open_file(path, num_bytes) as opened:
+                        memory = mmap.mmap(opened.fileno(), num_bytes)
+            except OSError as error:
+                problem = f"rank {self._rank}: {error}"
+            problems = [found for found in comm.allgather(problem) if found]
         if problems or memory is None:
             raise EPUnavailableError(
                 f"the ranks of this host cannot share memory ({problems[0]}); expected one /dev/shm or temporary folder for all. "
@@ -92,12 +93,13 @@ class SharedCounts:
         """Do nothing: the memory goes with the last process that maps it."""
 
 
-def _make_file(num_bytes: int) -> Path:
-    """Make a new file. It lies in memory if /dev/shm is writable."""
+def _make_file(num_bytes: int, at_end: ExitStack) -> str:
+    """Make a new file, which `at_end` removes. It lies in memory if /dev/shm is writable."""
     number, path = tempfile.mkstemp(prefix=_PREFIX, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    at_end.callback(os.unlink, path)
+    at_end.callback(os.close, number)
     os.ftruncate(number, num_bytes)
-    os.close(number)
-    return Path(path)
+    return path
 
 
 def _open_file(path: str, num_bytes: int) -> BinaryIO:
