@@ -162,6 +162,8 @@ class BufferBase(SharedByCopies):
             return
 
         def finish(interruption: BaseException | None) -> None:
+            if backend.call_lock.notice is not None:
+                backend.call_lock.notice.drain()
             try:
                 backend.destroy(in_touch and interruption is None, error or interruption)
             finally:

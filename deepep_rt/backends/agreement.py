@@ -11,7 +11,6 @@ from typing import Any
 from .._install import pip_install_cuda
 from ..comm.communicator import Communicator
 from ..comm.process_end import describe
-from ..comm.rendezvous import private_comm, timed_allgather
 from ..config import MAX_TIMEOUT_S, Config
 from ..errors import EPConfigError, EPTimeoutError, EPUnavailableError
 from ..jit import build
@@ -97,14 +96,15 @@ def report_wrong_setting(comm: Communicator, error: Exception, timeout_s: float 
 
 def _gather(comm: Communicator, timeout_s: float, value: Any) -> list[Any]:
     """Gather a value of each rank that makes a Buffer now."""
-    comm = creation_comm(comm, timeout_s)
-    timed_allgather(comm, (), timeout_s, *_CREATION)
-    return comm.allgather(value)
+    met = creation_comm(comm, timeout_s)
+    gathered = met.allgather(value)
+    met.release()
+    return gathered
 
 
 def creation_comm(comm: Communicator, timeout_s: float) -> Communicator:
-    """Make a private communicator of the ranks of a new Buffer. Its collectives have a time limit."""
-    return private_comm(comm, timeout_s, *_CREATION)
+    """Wait for all ranks of a new Buffer, and make a communicator for its making. Its collectives have a time limit."""
+    return comm.meet(timeout_s, *_CREATION)
 
 
 def creation_timeout_s(timeout_s: float) -> float:

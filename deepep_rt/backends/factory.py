@@ -36,11 +36,12 @@ def make_backend(
         EPPeerError: If another rank fails.
     """
     backend = agree(comm, config, backend, on_exhausted, network)
-    own = creation_comm(comm, creation_timeout_s(config.timeout_s))
-    with making(comm, own, "the making of a Buffer"):
-        hosts, names = zip(*own.allgather((platform.node(), f"{platform.node()}-{os.getpid()}-{serial}")), strict=True)
-        made = _make(own, config, backend, serial, on_exhausted, network, hosts)
+    met = creation_comm(comm, creation_timeout_s(config.timeout_s))
+    with making(comm, met, "the making of a Buffer"):
+        hosts, names = zip(*met.allgather((platform.node(), f"{platform.node()}-{os.getpid()}-{serial}")), strict=True)
+        made = _make(met, config, backend, serial, on_exhausted, network, hosts)
         made.shared_name = names[0]
+    met.release()
     return made
 
 

@@ -59,10 +59,11 @@ def load_modules(clock: Clock, backend: str) -> None:
 def functions_of(backend: str) -> list[tuple[str, Any, str]]:
     """Return what is wrapped: the name of the stage, a class or module, and the name of the function in it."""
     from deepep_rt.comm import consensus, mpi
+    from deepep_rt.comm.timed_collectives import TimedCollectives
 
-    methods = ("allgather", "finish", "Dup", "begin_private_comm", "sub_comm")
     functions = [
-        *((_EXCHANGE, mpi.MpiCommunicator, name) for name in methods),
+        *((_EXCHANGE, mpi.MpiCommunicator, name) for name in ("allgather", "Dup", "sub_comm")),
+        *((_EXCHANGE, TimedCollectives, name) for name in ("finish", "meet")),
         (_EXCHANGE, consensus.Consensus, "all_ok"),
     ]
     if backend == "host":

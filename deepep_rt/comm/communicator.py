@@ -12,15 +12,28 @@ import numpy as np
 
 from ..errors import EPPeerError, EPTimeoutError
 
+NUM_TAGS = 256
+"""Messages have tags from 0 to 255. The two last ones are those of collectives and meetings."""
+COLLECTIVE_TAG, MEETING_TAG = NUM_TAGS - 1, NUM_TAGS - 2
+
 
 class Request(Protocol):
-    """A message or a collective that was started."""
+    """A message that was started."""
 
     def Test(self) -> bool:
         """Return whether it is complete."""
 
     def Cancel(self) -> None: ...
-    def Free(self) -> None: ...
+
+
+class CollectiveRequest(Protocol):
+    """A collective that was started."""
+
+    def Test(self) -> bool:
+        """Return whether it is complete."""
+
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks that have not arrived, as far as this rank knows."""
 
 
 class Communicator(Protocol):
@@ -43,14 +56,27 @@ class Communicator(Protocol):
 
     def Free(self) -> None: ...
 
+    def release(self) -> None:
+        """End the use of a communicator of a `meet`, after the last step that all ranks have made. This waits for no rank."""
+
     def abandon(self) -> None:
         """Stop using the communicator without waiting for the other ranks."""
 
-    def begin_private_comm(self) -> tuple[Communicator, Request]:
-        """Return the one duplicate that the library keeps, and the request after which it can be used."""
+    def begin_private_comm(self) -> tuple[Communicator, CollectiveRequest]:
+        """Return the one duplicate that the library keeps for meetings, and the request after which it can be used."""
 
-    def abandon_private_comm(self) -> None:
-        """Let the next `begin_private_comm` make another one. All ranks call it."""
+    @property
+    def last_channel(self) -> int:
+        """The largest number of a channel that this rank has proposed or opened."""
+
+    def free_channel(self, least: int) -> int:
+        """Return the smallest number of a channel from `least` that this rank can open."""
+
+    def open_channel(self, number: int) -> Communicator:
+        """Make the communicator of a channel. All ranks have agreed on its number."""
+
+    def meet(self, timeout_s: float, phase: str, hint: str) -> Communicator:
+        """Wait until all ranks are here, and return a communicator for their next steps; see `TimedCollectives.meet`."""
 
     def dup_for_process(self) -> Communicator:
         """Make a duplicate that lives as long as the process."""
@@ -78,11 +104,11 @@ class Communicator(Protocol):
     def Alltoall(self, outgoing: np.ndarray, incoming: np.ndarray, /) -> None:
         """Send row r of `outgoing` to rank r, and fill row r of `incoming` with the row from rank r."""
 
-    def Iallgather(self, mine: np.ndarray, all_ranks: np.ndarray, /) -> Request:
+    def Iallgather(self, mine: np.ndarray, all_ranks: np.ndarray, /) -> CollectiveRequest:
         """Start to fill the rows of `all_ranks` with the array of each rank."""
 
     def finish(
-        self, request: Request, held: Any, phase: str, hint: str, timeout_s: float | None = None, waited_s: float = 0.0
+        self, request: CollectiveRequest, phase: str, hint: str, timeout_s: float | None = None, waited_s: float = 0.0
     ) -> None:
         """Wait for a collective, see `TimedCollectives.finish`."""
 

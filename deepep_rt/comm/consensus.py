@@ -12,7 +12,7 @@ import numpy as np
 
 from ..config import MAX_TIMEOUT_S
 from ..errors import EPPeerError, EPTimeoutError, EPUnavailableError
-from .communicator import Communicator, Request
+from .communicator import MEETING_TAG, Communicator, Request
 from .failure_notice import FailureNotice
 from .timed_collectives import format_ranks, wait_all
 
@@ -75,11 +75,12 @@ class Consensus:
         self._round += 1
         peers = [peer for peer in range(self._comm.Get_size()) if peer != self._comm.Get_rank()]
         report, reports = np.array([ok]), np.zeros(len(peers), bool)
-        requests = [self._comm.Isend(report, peer, self._round) for peer in peers]
+        tag = self._round % MEETING_TAG
+        requests = [self._comm.Isend(report, peer, tag) for peer in peers]
         if not ok:
             self._comm.retain(requests, report)
             return False
-        requests += [self._comm.Irecv(reports[i : i + 1], peer, self._round) for i, peer in enumerate(peers)]
+        requests += [self._comm.Irecv(reports[i : i + 1], peer, tag) for i, peer in enumerate(peers)]
         start = time.monotonic()
         heard = functools.partial(self._heard_of_silent_rank, dict(zip(peers, requests[len(peers) :], strict=True)))
         while not wait_all(requests, min(_REMINDER_S, start + timeout_s - time.monotonic()), heard):

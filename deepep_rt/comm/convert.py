@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from .. import _env
 from .._checks import argument_error
 from ..errors import EPConfigError
 from .communicator import Communicator
-from .store import StoreCommunicator
+from .timed_collectives import TimedCollectives
 
 
 def is_communicator(value: Any) -> bool:
     """Return whether `value` is a communicator of mpi4py, of any kind, or one of this library."""
     mpi = sys.modules.get("mpi4py.MPI")  # a program that has one of its communicators has loaded it
-    return isinstance(value, StoreCommunicator) or (mpi is not None and isinstance(value, mpi.Comm))
+    return isinstance(value, TimedCollectives) or (mpi is not None and isinstance(value, mpi.Comm))
 
 
 def communicator_of(comm: Any) -> Communicator:
@@ -25,8 +25,8 @@ def communicator_of(comm: Any) -> Communicator:
     Raises:
         EPConfigError: if `comm` is not a communicator of one group, or this process is not in the group.
     """
-    if isinstance(comm, StoreCommunicator):
-        return comm
+    if isinstance(comm, TimedCollectives):
+        return cast(Communicator, comm)
     if not is_communicator(comm):
         remedy = "For a process group of torch.distributed, pass deepep_rt.torch.communicator(group)."
         raise argument_error(comm, "comm", "an mpi4py communicator", remedy, EPConfigError)

@@ -102,6 +102,17 @@ class FailureNotice:
         self._has_left = True
         process_end.unwatch(self)
 
+    def drain(self) -> None:
+        """Read what has arrived, before the Buffer ends: another one may get its tags."""
+        with suppress(EPUnavailableError):
+            self._receive(time.monotonic())
+
+    def end(self) -> None:
+        """Say nothing more, and give the tags of the communicator back. All ranks do this."""
+        self.close()
+        self.drain()
+        self._comm.release()
+
     def is_delivered(self) -> bool:
         """Return whether all peers have read the last notice, or have left too."""
         with suppress(EPUnavailableError, RuntimeError):  # without the store, no rank reads it
@@ -221,8 +232,7 @@ class FailureNotice:
 
     def refusals(self) -> str:
         """Return what peers have refused or do instead, as sentences for an error. Empty: nothing."""
-        with suppress(EPUnavailableError):
-            self._receive(time.monotonic())
+        self.drain()
         return "".join(f". {sentence}" for peer in self._aside if (sentence := self._sentence(peer)))
 
     def _sentence(self, peer: int) -> str:
@@ -238,8 +248,7 @@ class FailureNotice:
 
     def explain(self, timeout: EPTimeoutError) -> EPTimeoutError:
         """Return the error of a time-out, with what the silent peer has said."""
-        with suppress(EPUnavailableError):
-            self._receive(time.monotonic())
+        self.drain()
         if not (sentence := self._sentence(timeout.peer)):
             return timeout
         made = EPPeerError(

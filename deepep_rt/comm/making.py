@@ -15,9 +15,8 @@ def making(comm: Communicator, own: Communicator, phase: str) -> Iterator[None]:
     """Run the block on all ranks. If a rank raises in it, waits of the others on `own` and its duplicates raise at once.
 
     Args:
-        comm: The ranks.
-        own: The library's communicator of these ranks, see `rendezvous.private_comm`. After an error the next `private_comm` makes another
-            one: collectives on this one may be unfinished.
+        comm: The ranks. Their meetings in the block listen too.
+        own: What `comm.meet` returned for this making.
         phase: What the block does, for the message.
 
     Raises:
@@ -31,7 +30,6 @@ def making(comm: Communicator, own: Communicator, phase: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, EPPeerError):  # all ranks have the notice of that peer
             notice.notify(error)
-        comm.abandon_private_comm()
         raise
     finally:
         notice.close()

@@ -16,6 +16,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from .communicator import MEETING_TAG
 from .relay_peers import RelayPeers
 from .relay_puts import Mirror, Put, PutRing
 
@@ -27,7 +28,7 @@ _MAX_PUTS_PER_TURN = 64  # so that a flood of small puts does not keep a turn fr
 # these are on their way, further records gather into one message.
 _MAX_MESSAGES, _MAX_PAYLOADS = 4, 8
 _RECORDS_TAG, _FIRST_PAYLOAD_TAG = 1, 2
-_NUM_PAYLOAD_TAGS = 32767 - _FIRST_PAYLOAD_TAG  # every MPI has tags up to 32767
+_NUM_PAYLOAD_TAGS = MEETING_TAG - _FIRST_PAYLOAD_TAG
 _PUTS, _HEARTBEAT, _END, _FAILURE = range(4)
 _HEADER = struct.Struct("=IIIxxxxQ")  # kind, source, number of records or bytes of the text, messages with puts so far
 _RECORD = struct.Struct(
@@ -56,7 +57,7 @@ class RelayTraffic:
     receiver, `complete` sees it there with all its bytes, and `turn` runs all the time.
 
     Args:
-        comm: A communicator of mpi4py that carries no other messages.
+        comm: An `MpiCommunicator` that carries no other messages.
         ring: The puts of this rank.
         mirror: The memory of this rank.
         peers: Learns what the messages say about other ranks' relays.
@@ -70,7 +71,7 @@ class RelayTraffic:
         sources = [source for source in range(num_ranks) for _ in range(count)]
         self._buffers = [memoryview(bytearray(_MESSAGE_BYTES)) for _ in sources]
         self._receives = [
-            comm.Recv_init([buffer, MPI.BYTE], source, _RECORDS_TAG)
+            comm.raw.Recv_init([buffer, MPI.BYTE], *comm.at(source, _RECORDS_TAG))
             for buffer, source in zip(self._buffers, sources, strict=True)
         ]
         MPI.Prequest.Startall(self._receives)
@@ -176,7 +177,7 @@ class RelayTraffic:
             if box.waiting:
                 self._send_payload(box, box.waiting.popleft())
 
-        self._watch(self._comm.Isend([self._mirror.part(put.from_, put.num_bytes), MPI.BYTE], box.rank, tag), sent)
+        self._watch(self._isend(self._mirror.part(put.from_, put.num_bytes), box.rank, tag), sent)
 
     def _add_record(self, box: _Outbox, put: Put, tag: int, content: bytes) -> None:
         box.records.append(_RECORD.pack(put.to, put.num_bytes, tag, put.word, put.value) + content)
@@ -202,7 +203,10 @@ class RelayTraffic:
 
     def _send_message(self, rank: int, kind: int, count: int = 0, content: bytes = b"") -> Any:
         message = _HEADER.pack(kind, self._rank, count, self._outboxes[rank].messages_sent) + content
-        return self._comm.Isend([message, MPI.BYTE], rank, _RECORDS_TAG)
+        return self._isend(message, rank, _RECORDS_TAG)
+
+    def _isend(self, content: bytes | memoryview, rank: int, tag: int) -> Any:
+        return self._comm.raw.Isend([content, MPI.BYTE], *self._comm.at(rank, tag))
 
     def send_heartbeats(self) -> None:
         """Tell all ranks that this relay runs."""
@@ -267,7 +271,7 @@ class RelayTraffic:
             self._peers.heard(put.rank)
             self._received(put)
 
-        self._incoming[number] = self._comm.Irecv([self.target(put), MPI.BYTE], put.rank, tag)
+        self._incoming[number] = self._comm.raw.Irecv([self.target(put), MPI.BYTE], *self._comm.at(put.rank, tag))
         self._watch(self._incoming[number], arrived)
 
     def _received(self, put: Put) -> None:

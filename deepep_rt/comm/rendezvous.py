@@ -1,17 +1,13 @@
-"""Collective steps in which each rank first makes sure that all ranks have arrived."""
+"""Collective steps that begin with a meeting of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ..errors import EPInputError, EPOutOfMemoryError
 from .communicator import Communicator
 from .timed_collectives import format_ranks
 
-_ARRIVING, _ARRIVED = 1, 2
-_NUM_WORDS = 8  # always the same, because an allgather that some ranks gave up may meet the next one of other ranks
 COPY_CEILING = "copy_ceiling"
 """The usual measurement."""
 
@@ -19,57 +15,32 @@ _ALL_CALL = "all ranks to call it"
 
 
 def timed_allgather(comm: Communicator, values: Sequence[int], timeout_s: float, phase: str, hint: str) -> list[list[int]]:
-    """Gather numbers of all ranks within `timeout_s`.
-
-    A late rank finds the values of ranks that have given up, and must not continue alone. So the ranks repeat the allgather until all of
-    them confirm at once that they have seen all values.
-
-    Args:
-        comm: The ranks.
-        values: This rank's numbers, at most 7. All ranks pass as many.
-        timeout_s: The limit of each repetition.
-        phase: What the allgather is a part of, for the message.
-        hint: What all ranks have to do, for the message.
+    """Gather numbers of all ranks, after a meeting: see `TimedCollectives.meet` for the arguments and errors.
 
     Returns:
         The numbers of each rank.
-
-    Raises:
-        EPTimeoutError: if a rank does not arrive; it names those ranks.
     """
-    state, gathered = _ARRIVING, np.zeros((comm.Get_size(), _NUM_WORDS), np.int64)
-    while True:
-        mine = np.zeros(_NUM_WORDS, np.int64)
-        mine[: 1 + len(values)] = state, *values
-        comm.finish(comm.Iallgather(mine, gathered), (mine, gathered), phase, hint, timeout_s)
-        if (gathered[:, 0] == _ARRIVED).all():
-            return gathered[:, 1 : 1 + len(values)].tolist()
-        state = _ARRIVED
-
-
-def private_comm(comm: Communicator, timeout_s: float, phase: str, hint: str) -> Communicator:
-    """Return the library's own communicator over the same ranks.
-
-    A rank that gives up waiting leaves an unfinished collective. On the caller's communicator, the next collective of the caller would
-    match it.
-    """
-    own, request = comm.begin_private_comm()
-    comm.finish(request, own, phase, hint, timeout_s)
-    own.timeout_s, own.heard = timeout_s, comm.heard
-    return own
+    met = comm.meet(timeout_s, phase, hint)
+    gathered = met.allgather(list(values))
+    met.release()
+    return gathered
 
 
 def agree_on_measurement(
     comm: Communicator, timeout_s: float, measurement: str = COPY_CEILING, *, has_memory: bool = True, **arguments: int
-) -> None:
+) -> Communicator:
     """Compare the arguments of a measurement on all ranks. `measurement` is its name for messages.
+
+    Returns:
+        A communicator for the steps of this measurement. `release` it at the end.
 
     Raises:
         EPInputError: on every rank, if the arguments differ.
         EPOutOfMemoryError: on every rank, if one rank has no memory for it.
         EPTimeoutError: if a rank does not arrive.
     """
-    gathered = timed_allgather(comm, (has_memory, *arguments.values()), timeout_s, measurement, _ALL_CALL)
+    met = comm.meet(timeout_s, measurement, _ALL_CALL)
+    gathered = met.allgather([has_memory, *arguments.values()])
     if any(values[1:] != gathered[0][1:] for values in gathered):
         listed = "; ".join(
             f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in zip(arguments, values[1:], strict=True))
@@ -80,9 +51,11 @@ def agree_on_measurement(
         raise EPOutOfMemoryError(
             f"{measurement} has no memory for the rows on {format_ranks(without)}; expected room on all ranks. Pass a smaller num_rows."
         )
+    return met
 
 
 def begin_measurement(comm: Communicator, timeout_s: float, measurement: str = COPY_CEILING) -> None:
     """Wait until all ranks have arrived, and leave at almost the same time."""
-    timed_allgather(comm, (), timeout_s, measurement, _ALL_CALL)
-    comm.Barrier()
+    met = comm.meet(timeout_s, measurement, _ALL_CALL)
+    met.Barrier()
+    met.release()

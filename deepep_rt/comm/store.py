@@ -21,6 +21,7 @@ from .timed_collectives import TimedCollectives, wait_all
 _FREE_S = 10.0
 _MAX_VALUE_BYTES = 4 << 20  # a TCPStore drops clients that send more than twice as much
 _ALLTOALL_TAG = 0
+_NO_MESSAGE = b"none"  # stands for a message that an exception stopped
 
 
 class StoreCommunicator(TimedCollectives):
@@ -47,7 +48,10 @@ class StoreCommunicator(TimedCollectives):
         self._unread_of_origin: list[tuple[int, str]] = []  # of the communicator that this one duplicates
         self._sent: Counter[tuple[int, int]] = Counter()  # messages by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
+        self._num_pieces: dict[tuple[int, int], bytes] = {}  # of the next message by peer and tag, as the store has it
         self._private_comm: StoreCommunicator | None = None
+        self._unread_of_channels: list[tuple[int, str]] = []
+        self.last_channel = 0
 
     def Get_rank(self) -> int:
         return self.rank
@@ -73,15 +77,27 @@ class StoreCommunicator(TimedCollectives):
         made.timeout_s, made.heard = self.timeout_s, self.heard
         return made
 
-    def abandon_private_comm(self) -> None:
-        """Let the next `begin_private_comm` make another one. All ranks call it."""
-        self._private_comm = None
-
     def begin_private_comm(self) -> tuple[StoreCommunicator, Request]:
         """Return the duplicate that belongs to this communicator, and a complete request."""
-        if self._private_comm is None:
-            self._private_comm = self.Dup()
+        if self._private_comm is None:  # its name must not depend on the number of duplicates
+            self._private_comm = StoreCommunicator(self._store, f"{self._name}.0", self.rank, self.size, self._owner)
         return self._private_comm, Request(lambda: (True, None))
+
+    def free_channel(self, least: int) -> int:
+        """Return the number of the next channel: a store has names for any number of them."""
+        self.last_channel = max(self.last_channel, least)
+        return least
+
+    def open_channel(self, number: int) -> StoreCommunicator:
+        """Make the communicator of a channel. All ranks have agreed on its number."""
+        made = StoreCommunicator(self._store, f"{self._name}/{number}", self.rank, self.size, self._owner)
+        # Its first collective shows that all ranks have left the earlier channels, and deletes their keys.
+        self._unread_of_channels[:] = [(0, key) for _, key in self._unread_of_channels]
+        made._unread = self._unread_of_channels
+        return made
+
+    def release(self) -> None:
+        """Do nothing: the next channel deletes the last keys of this one."""
 
     def dup_for_process(self) -> StoreCommunicator:
         """Make a duplicate that may live as long as the process. It does not keep the owner of the store alive."""
@@ -106,7 +122,7 @@ class StoreCommunicator(TimedCollectives):
     def allgather(self, value: Any) -> list[Any]:
         """Return the value of each rank, in the order of ranks."""
         request = self._start_allgather(value)
-        self._finish_step(request, None, "an allgather")
+        self._finish_step(request, "an allgather")
         return request.result
 
     def bcast(self, value: Any, root: int = 0) -> Any:
@@ -125,10 +141,7 @@ class StoreCommunicator(TimedCollectives):
             self.Isend(outgoing[peer], peer, _ALLTOALL_TAG)
             requests.append(self.Irecv(incoming[peer], peer, _ALLTOALL_TAG))
         for request in requests:
-            self._finish_step(request, None, "an all-to-all")
-
-    def _missing_ranks(self, request: Request) -> list[int]:
-        return request.missing_ranks()
+            self._finish_step(request, "an all-to-all")
 
     def Iallgather(self, mine: np.ndarray, all_ranks: np.ndarray) -> Request:
         """Start to fill the rows of `all_ranks` with the array of each rank."""
@@ -206,7 +219,13 @@ class StoreCommunicator(TimedCollectives):
 
     def iprobe(self, source: int, tag: int) -> bool:
         """Return whether a message has arrived."""
-        return self._ask("check", [self._key(source, self.rank, tag, self._received[source, tag])])
+        while self._ask("check", [key := self._key(source, self.rank, tag, self._received[source, tag])]):
+            if (source, tag) not in self._num_pieces:
+                self._num_pieces[source, tag] = self._ask("get", key)
+            if self._num_pieces[source, tag] != _NO_MESSAGE:
+                return True
+            self._receive(source, tag)
+        return False
 
     def recv(self, source: int, tag: int) -> Any:
         """Receive an object that `iprobe` has found."""
@@ -218,16 +237,21 @@ class StoreCommunicator(TimedCollectives):
         key = self._key(self.rank, dest, tag, self._sent[dest, tag])
         self._sent[dest, tag] += 1
         pieces = [data[start : start + _MAX_VALUE_BYTES] for start in range(0, len(data), _MAX_VALUE_BYTES)]
-        for i, piece in enumerate(pieces):
-            self._ask("set", f"{key}/{i}", piece)
-        self._ask("set", key, str(len(pieces)).encode())  # last, so that all pieces are there when a receiver finds it
+        try:
+            for i, piece in enumerate(pieces):
+                self._ask("set", f"{key}/{i}", piece)
+            self._ask("set", key, str(len(pieces)).encode())  # last, so that all pieces are there when a receiver finds it
+        except BaseException:
+            self._ask("set", key, _NO_MESSAGE)  # the receiver counts messages too
+            raise
         return key
 
     def _receive(self, source: int, tag: int) -> bytes:
         key = self._key(source, self.rank, tag, self._received[source, tag])
         self._received[source, tag] += 1
+        num_pieces = self._num_pieces.pop((source, tag), None) or self._ask("get", key)
         with self._checked(key):
-            keys = [f"{key}/{i}" for i in range(int(self._ask("get", key)))]
+            keys = [f"{key}/{i}" for i in range(0 if num_pieces == _NO_MESSAGE else int(num_pieces))]
         data = b"".join(self._ask("get", piece) for piece in keys)
         with suppress(EPUnavailableError):  # the store may end as soon as the sender sees that its message was read
             for used in (*keys, key):
@@ -280,6 +304,3 @@ class Request:
 
     def Cancel(self) -> None:
         self._is_over = True
-
-    def Free(self) -> None:
-        """Do nothing: a request holds no resource."""

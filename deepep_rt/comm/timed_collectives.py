@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import EPPeerError, EPTimeoutError
-from .communicator import Request
+from .communicator import CollectiveRequest, Request
 from .host import host_identity
+from .meeting import Meeting
 
 _MAX_LISTED_RANKS = 8
-_ANNOUNCE_S = 1.0  # a rank that waits longer tells the others that it has arrived
 _SPIN_S = 2e-3  # shorter waits poll without a pause
 _MAX_PAUSE_S = 2e-3
 
 
-def wait_all(requests: Sequence[Request], timeout_s: float, heard: Callable[[], EPPeerError | None] | None = None) -> bool:
+def wait_all(
+    requests: Sequence[Request | CollectiveRequest], timeout_s: float, heard: Callable[[], EPPeerError | None] | None = None
+) -> bool:
     """Wait for requests up to a time limit, and return whether all are complete. Raise what `heard` returns."""
     start, pause = time.monotonic(), 1e-4
     while not all(request.Test() for request in requests):
@@ -43,11 +46,12 @@ class TimedCollectives:
 
     timeout_s = math.inf
     heard: Callable[[], EPPeerError | None] | None = None
+    _meeting: Meeting | None = None
 
-    # Each communicator has these methods. Defining them here would hide those of MPI.Intracomm.
+    # Each communicator has these methods.
     Get_rank: Callable[[], int]
-    retain: Callable[..., None]
     allgather: Callable[[Any], list[Any]]
+    begin_private_comm: Callable[[], tuple[Any, CollectiveRequest]]
 
     def ranks_on_host(self) -> list[int]:
         """Return the ranks on this host, ascending. Collective.
@@ -61,21 +65,38 @@ class TimedCollectives:
         """Return whether this thread may send messages now."""
         return True
 
-    def _announce_arrival(self) -> None:
-        """Tell the other ranks that this rank waits."""
+    def meet(self, timeout_s: float, phase: str, hint: str) -> Any:
+        """Wait until all ranks are here, and return a communicator for their next steps. Collective.
 
-    def _missing_ranks(self, request: Any) -> list[int]:
-        """Return the ranks that have not joined the collective of a request, as far as this rank knows."""
-        raise NotImplementedError
+        No earlier step has used that communicator. So the ranks understand each other although some of them gave up an earlier step, or an
+        exception took them out of it.
+
+        Args:
+            timeout_s: The limit, also for each step with the new communicator.
+            phase: What the meeting is a part of, for the message.
+            hint: What all ranks have to do there, for the message.
+
+        Raises:
+            EPTimeoutError: if a rank does not arrive; it names those ranks.
+            EPUnavailableError: if MPI has no room for another communicator.
+        """
+        private, request = self.begin_private_comm()
+        self.finish(request, phase, hint, timeout_s)
+        if private._meeting is None:
+            private._meeting = Meeting(weakref.proxy(private))  # no cycle: the owner of a store must end with it
+        private._meeting.begin()
+        self.finish(private._meeting, phase, hint, timeout_s)
+        made = private.open_channel(private._meeting.end())
+        made.timeout_s, made.heard = timeout_s, self.heard
+        return made
 
     def finish(
-        self, request: Request, held: Any, phase: str, hint: str, timeout_s: float | None = None, waited_s: float = 0.0
+        self, request: CollectiveRequest, phase: str, hint: str, timeout_s: float | None = None, waited_s: float = 0.0
     ) -> None:
         """Wait for a collective.
 
         Args:
             request: This rank's request.
-            held: What the request uses.
             phase: What the collective is a part of, for the message.
             hint: What all ranks have to do there, for the message.
             timeout_s: The limit. Default: that of the communicator.
@@ -86,26 +107,11 @@ class TimedCollectives:
             EPPeerError: if `heard` returns it.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
-        announce_s = min(_ANNOUNCE_S, limit_s / 4)
-        try:
-            if wait_all([request], announce_s, self.heard):
-                return
-            self._announce_arrival()
-            if wait_all([request], limit_s - announce_s, self.heard):
-                return
-        except EPPeerError:
-            self.retain(request, held)
-            raise
-        # The announcement of the last rank may still be on its way.
-        end = time.monotonic() + announce_s
-        while (missing := self._missing_ranks(request)) and time.monotonic() < end:
-            if wait_all([request], announce_s / 10):
-                return
-        self.retain(request, held)
-        raise self.timeout_error(missing, phase, hint, waited_s + limit_s)
+        if not wait_all([request], limit_s, self.heard):
+            raise self.timeout_error(request.missing_ranks(), phase, hint, waited_s + limit_s)
 
-    def _finish_step(self, request: Request, held: Any, phase: str) -> None:
-        self.finish(request, held, phase, "all ranks to call it")
+    def _finish_step(self, request: CollectiveRequest, phase: str) -> None:
+        self.finish(request, phase, "all ranks to call it")
 
     def timeout_error(self, missing: Sequence[int], phase: str, hint: str, timeout_s: float) -> EPTimeoutError:
         """Make the error about ranks that did not arrive."""

@@ -11,7 +11,7 @@ import torch
 from .. import _env
 from .. import buffer as _core
 from .._checks import argument_error, flag, instance, whole_number
-from ..backends.agreement import creation_comm, creation_timeout_s
+from ..backends.agreement import creation_comm
 from ..comm.communicator import Communicator
 from ..comm.convert import communicator_of
 from ..comm.failure_notice import FailureNotice
@@ -91,7 +91,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
                 "group=None and comm=None; expected one of them. Pass a torch.distributed group, or an mpi4py communicator as comm=."
             )
         ranks = communicator_of(comm if group is None else communicator(group))
-        own = creation_comm(ranks, creation_timeout_s(_env.timeout_s()))
+        own = creation_comm(ranks, _env.timeout_s())
         with making(ranks, own, "the making of a Buffer"):  # other ranks hear if this one refuses its arguments
             num_nvl_bytes = whole_number(num_nvl_bytes, "num_nvl_bytes", 0, MOST_BYTES, error=EPConfigError)
             num_rdma_bytes = whole_number(num_rdma_bytes, "num_rdma_bytes", 0, MOST_BYTES, error=EPConfigError)
@@ -104,6 +104,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
             self.explicitly_destroy = flag(explicitly_destroy, "explicitly_destroy", error=EPConfigError)
             direct = flag(allow_nvlink_for_low_latency_mode, "allow_nvlink_for_low_latency_mode", error=EPConfigError)
             self._state = self._make_state(ranks, own, num_qps_per_rank, direct)
+        own.release()
         ranks.heard = functools.partial(self._state.notice.heard, "the making of a Buffer")
 
     def _make_state(self, ranks: Communicator, own: Communicator, num_qps_per_rank: int, allows_nvlink: bool) -> BufferState:
@@ -157,6 +158,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
             if state.normal is not None:
                 # The normal mode does not wait for ranks that low-latency calls have lost.
                 stack.callback(state.normal.destroy, in_touch=state.low_latency is None or not state.low_latency.masked_ranks())
+        state.notice.end()
 
     # --- settings and sizes ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +259,7 @@ def _shape_of(size: Any) -> list[int]:
 
 
 def placement(ranks: Communicator) -> tuple[int, bool]:
-    """Return the ranks of a node, and whether all ranks are on one host. Collective."""
+    """Return the ranks of a node, and whether all ranks are on one host. Collective; `ranks` is what a meeting has made."""
     on_host, num_ranks = ranks_per_host(ranks), ranks.Get_size()
     node = declared_ranks_per_node(num_ranks) or on_host
     if node != on_host and on_host % node:

@@ -19,9 +19,10 @@ import torch
 
 from .. import _env
 from .._checks import argument_error, flag, whole_number
+from ..backends.agreement import creation_comm
 from ..buffer import Buffer, notice_of
 from ..comm.communicator import Communicator
-from ..comm.rendezvous import private_comm, timed_allgather
+from ..comm.rendezvous import timed_allgather
 from ..config import MAX_TOPK
 from ..errors import EPConfigError, EPError, EPInputError, EPOutOfMemoryError, EPPeerError
 from ..network import NetworkOptions
@@ -62,10 +63,11 @@ class NormalBuffers:
         self._comm, self._num_bytes, self._num_slots, self._timeout_s = comm, num_bytes, num_slots, _env.timeout_s()
         self._network, self._ranks_per_node = network, ranks_per_node
         self._is_one_node = ranks_per_node == comm.Get_size()
-        own = private_comm(comm, self._timeout_s, "the making of a Buffer", "all ranks to make it at the same time")
+        met = creation_comm(comm, self._timeout_s)
         self._counts: SharedCounts | MessageCounts = (
-            SharedCounts(own, self._timeout_s) if self._is_one_node else MessageCounts(own.Dup(), self._timeout_s)
+            SharedCounts(met, self._timeout_s) if self._is_one_node else MessageCounts(met.Dup(), self._timeout_s)
         )
+        met.release()
         self._current: dict[Shape, Buffer] = {}
         self._outgrown: list[Buffer] = []  # the program may still hold their handles and results
 
@@ -134,13 +136,9 @@ class NormalBuffers:
         """
         buffer, min_tokens = self._current.get(shape), -(-min_rows // self._comm.Get_size())
         if buffer is None:
-            step = (
-                "the first dispatch of its kind",
-                "all ranks to call dispatch, with the same hidden, number of experts and top-k",
-            )
+            hint = "all ranks to call dispatch, with the same hidden, number of experts and top-k"
             with self._elsewhere(shape, "no earlier call was of this kind"):
-                own = private_comm(self._comm, self._timeout_s, *step)
-                tokens = timed_allgather(own, (num_tokens,), self._timeout_s, *step)
+                tokens = timed_allgather(self._comm, (num_tokens,), self._timeout_s, "the first dispatch of its kind", hint)
                 most_tokens = max(*(number for (number,) in tokens), min_tokens, self._initial_tokens(shape))
                 return self._make(shape, most_tokens, min_rows)
         config = buffer.config

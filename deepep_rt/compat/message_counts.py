@@ -41,8 +41,7 @@ class MessageCounts:
         mine, found = np.array(self._numbers[:count], np.int64), np.zeros((self._comm.Get_size(), count), np.int64)
         hint = "all ranks to call dispatch in the same way, with topk_idx or without"
         try:
-            request = self._comm.Iallgather(mine, found)
-            self._comm.finish(request, (mine, found), "the number of tokens", hint, self._timeout_s)
+            self._comm.finish(self._comm.Iallgather(mine, found), "the number of tokens", hint, self._timeout_s)
         except EPTimeoutError as error:
             self._error = error
             raise

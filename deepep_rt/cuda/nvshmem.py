@@ -183,7 +183,7 @@ def _in_time(comm: Communicator, start: Callable[[], None]) -> None:
     if thread.is_alive():
         hint = "all ranks to start it. Set NVSHMEM_DEBUG=INFO for more messages"
         present = np.zeros((comm.Get_size(), 1))
-        comm.finish(comm.Iallgather(np.ones(1), present), present, _STARTING, hint, _ROLL_CALL_S, waited_s=_START_S)
+        comm.finish(comm.Iallgather(np.ones(1), present), _STARTING, hint, _ROLL_CALL_S, waited_s=_START_S)
         raise EPTimeoutError(
             f"rank {comm.Get_rank()}: {_STARTING} did not end within {_START_S:g} s, and all ranks wait in it; expected a network between "
             f"them. See its messages (NVSHMEM_DEBUG=INFO), and NetworkOptions.bootstrap_interface.",

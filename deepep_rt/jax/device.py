@@ -33,12 +33,14 @@ def use_gpu_of_rank(comm: Intracomm) -> jax.Device:
 
     Raises:
         EPUnavailableError: If CUDA was started before in this process, and the rank's GPU is not the first one.
+        EPTimeoutError: If a rank does not call it within `DEEPEP_RT_TIMEOUT_S`.
 
     Example:
         >>> use_gpu_of_rank(MPI.COMM_WORLD)
     """
-    ranks = communicator_of(comm)
+    ranks = communicator_of(comm).meet(_env.timeout_s(), "use_gpu_of_rank", "all ranks of its communicator to call it")
     local_rank = ranks.ranks_on_host().index(ranks.Get_rank())
+    ranks.release()
     if not (count := count_gpus()):
         return jax.local_devices()[0]
     from ..cuda import driver

@@ -10,12 +10,6 @@ from deepep_rt.backends import agreement
 from deepep_rt.config import Config
 
 
-@pytest.fixture(autouse=True)
-def no_messages(monkeypatch):
-    monkeypatch.setattr(agreement, "timed_allgather", lambda *arguments: [])
-    monkeypatch.setattr(agreement, "private_comm", lambda communicator, *_: communicator)
-
-
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize(
     ("name", "value"),

@@ -20,6 +20,11 @@ class Ranks:
     def __init__(self, *others: str | None) -> None:
         self.others = others
 
+    def meet(self, timeout_s: float, phase: str, hint: str) -> Ranks:
+        return self
+
+    def release(self) -> None: ...
+
     def allgather(self, mine: tuple[Any, str | None]) -> list[tuple[Any, str | None]]:
         return [mine, *((mine[0], reason) for reason in self.others)]
 
@@ -36,8 +41,6 @@ def choose(
 
     monkeypatch.setattr(driver, "cuInit", start)
     monkeypatch.setattr(driver, "cuDeviceGetCount", lambda: (driver.CUresult.CUDA_SUCCESS, gpus))
-    monkeypatch.setattr(agreement, "timed_allgather", lambda *_: [])
-    monkeypatch.setattr(agreement, "private_comm", lambda communicator, *_: communicator)
     return agreement.agree(Ranks(*others), Config(1 + len(others), 8, 64, 2, 4 * (1 + len(others))), backend, "copy")
 
 

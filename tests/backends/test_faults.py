@@ -1,4 +1,4 @@
-"""Faults of one rank in the middle of each call, on the host backend: runs tests/programs/faults.py."""
+"""Faults of one rank on the host backend: in the middle of each call, and while it makes a Buffer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 
 import limits
 import pytest
+from launch import launch, run_checks
 from paths import PROGRAMS, pythonpath
 
 
@@ -32,3 +33,15 @@ def test_rank_that_is_lost_in_a_call(kinds: list[str], number: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": passed") == number, done.stdout
     assert ": failed" not in done.stdout
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_rank_that_is_interrupted(num_ranks: int) -> None:
+    """Ctrl-C while a Buffer is made or in a measurement, and Buffers that exceptions leave: the next Buffer works."""
+    run_checks(num_ranks, "interrupted")
+
+
+@pytest.mark.parametrize("rank_0", ["alone", pytest.param("other", marks=pytest.mark.full)])
+def test_processes_end_after_a_timeout(rank_0: str) -> None:
+    """Also MPI ends. It is not stopped by messages or collectives that no rank has finished."""
+    assert launch(4, "ends_after_timeout", rank_0).count("ends") == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 from memory_store import on_all, outcome
 
-from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
-from deepep_rt.comm.rendezvous import agree_on_measurement, begin_measurement, private_comm, timed_allgather
+from deepep_rt import Buffer, EPInputError, EPOutOfMemoryError, EPTimeoutError
+from deepep_rt.backends import agreement
+from deepep_rt.comm.meeting import Meeting
+from deepep_rt.comm.rendezvous import agree_on_measurement, begin_measurement, timed_allgather
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.comm.timed_collectives import format_ranks, wait_all
 
@@ -27,16 +30,76 @@ def test_all_ranks_arrive(ranks: list[StoreCommunicator]) -> None:
 
 
 def test_a_late_rank_does_not_continue_alone(ranks: list[StoreCommunicator]) -> None:
-    """It finds the values of ranks that have given up. Then all ranks find each other."""
-    for comm in ranks[:2]:
-        assert not comm.Iallgather(np.array([1, 5, *6 * [0]]), np.zeros((3, 8), np.int64)).Test()
-    with pytest.raises(EPTimeoutError) as caught:
-        gather(ranks[2], (5,), 0.2)
-    assert caught.value.peer == 0
-    assert "for ranks 0, 1, which did not arrive" in str(caught.value)
-    late = outcome(lambda: gather(ranks[0], (5,), 0.1))
-    assert isinstance(late, EPTimeoutError), "no rank has confirmed that all are there"
+    """It finds the messages of ranks that have given up. Then all ranks find each other."""
+    for error in on_all(ranks[:2], lambda comm: outcome(lambda: gather(comm, (5,), 0.2))):
+        assert isinstance(error, EPTimeoutError)
+        assert "for rank 2, which did not arrive" in str(error)
+    late = outcome(lambda: gather(ranks[2], (5,), 0.2))
+    assert isinstance(late, EPTimeoutError), "the others have not confirmed that all are there"
+    assert late.peer == 0
+    assert "for ranks 0, 1, which did not arrive" in str(late)
     assert on_all(ranks, lambda comm: gather(comm, (6, 7))) == [[[6, 7]] * 3] * 3
+    assert on_all(ranks, lambda comm: gather(comm, (comm.rank,))) == [[[0], [1], [2]]] * 3
+
+
+def test_an_interruption_at_any_message(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank leaves the making of a Buffer at each of its messages. The next Buffer of all ranks works."""
+    monkeypatch.setattr(agreement, "_CREATION_TIMEOUT_S", 0.05)
+    sizes: dict[str, Any] = dict(num_max_tokens_per_rank=4, hidden=64, num_topk=1, num_experts=3, dtype="float32", backend="host")
+    store, real = ranks[0]._store, type(ranks[0]._store).set
+    victim: list[int] = []
+    left = 0
+
+    def set_key(key: str, value: bytes) -> None:
+        nonlocal left
+        if threading.get_ident() in victim:
+            left -= 1
+            if left == 0:
+                raise KeyError("mine")
+        real(store, key, value)
+
+    def make_and_leave(comm: StoreCommunicator, timeout_s: float) -> Buffer:
+        made = Buffer(comm, timeout_s=timeout_s, **sizes)
+        made.destroy(in_touch=False)
+        return made
+
+    def make(comm: StoreCommunicator, timeout_s: float) -> Any:
+        if comm.rank == 1 and timeout_s < 1:
+            victim[:] = [threading.get_ident()]
+        made = outcome(lambda: make_and_leave(comm, timeout_s))
+        victim.clear()
+        return made
+
+    monkeypatch.setattr(store, "set", set_key)
+    for step in range(1, 100):
+        left = step
+        interrupted = on_all(ranks, lambda comm: make(comm, 0.05))[1]
+        monkeypatch.setattr(agreement, "_CREATION_TIMEOUT_S", 20.0)
+        assert [type(made) for made in on_all(ranks, lambda comm: make(comm, 20.0))] == [Buffer] * 3, step
+        monkeypatch.setattr(agreement, "_CREATION_TIMEOUT_S", 0.05)
+        if left > 0:
+            break
+        assert isinstance(interrupted, KeyError | EPTimeoutError)
+    assert 20 < step < 100, "a Buffer takes more messages than that"
+
+
+def test_a_slow_rank_ends_a_meeting_after_the_others_began_the_next(ranks: list[StoreCommunicator]) -> None:
+    meetings = slow, *quick = [Meeting(comm) for comm in ranks]
+    for meeting in meetings:
+        meeting.begin()
+    for meeting in (*meetings, *quick):
+        meeting.Test()
+    assert all(meeting.Test() for meeting in quick)
+    first = {meeting.end() for meeting in quick}
+    for meeting in quick:
+        meeting.begin()
+    assert slow.Test()
+    assert first == {slow.end()}
+    slow.begin()
+    for meeting in 2 * meetings:
+        meeting.Test()
+    assert all(meeting.Test() for meeting in meetings)
+    assert len(first | {meeting.end() for meeting in meetings}) == 2
 
 
 @pytest.mark.parametrize("missing", [[2], [0, 1]])
@@ -72,7 +135,7 @@ def test_text_of_ranks() -> None:
 
 
 def test_duplicates_have_the_same_limit(ranks: list[StoreCommunicator]) -> None:
-    comm = private_comm(ranks[0], 5.0, "", "")
+    comm = on_all(ranks, lambda comm: comm.meet(5.0, "", ""))[0]
     assert comm.timeout_s == comm.Dup().timeout_s == comm.dup_for_process().timeout_s == 5.0
     assert ranks[0].timeout_s == float("inf"), "the caller's communicator has no limit"
 
@@ -100,7 +163,7 @@ def test_all_ranks_compare_arguments_of_measurements(ranks: list[StoreCommunicat
     def agree(comm: StoreCommunicator, **arguments: Any) -> Any:
         return outcome(lambda: agree_on_measurement(comm, 5.0, **arguments))
 
-    assert on_all(ranks, lambda comm: agree(comm, rows=3)) == [None] * 3
+    assert on_all(on_all(ranks, lambda comm: agree(comm, rows=3)), lambda met: met.allgather(met.rank)) == [[0, 1, 2]] * 3
     for error in on_all(ranks, lambda comm: agree(comm, rows=3, size=comm.rank)):
         assert isinstance(error, EPInputError)
         assert "rank 0: rows=3, size=0; rank 1: rows=3, size=1; rank 2: rows=3, size=2" in str(error)

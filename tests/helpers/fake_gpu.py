@@ -127,13 +127,14 @@ class FakeCommunicator(TimedCollectives):
     def sub_comm(self, ranks: Sequence[int]) -> FakeCommunicator:
         return FakeCommunicator(len(ranks))
 
-    def begin_private_comm(self) -> tuple[FakeCommunicator, Any]:
-        return self, SimpleNamespace(Test=lambda: True)
+    def meet(self, timeout_s: float, phase: str, hint: str) -> FakeCommunicator:
+        return self
+
+    def release(self) -> None:
+        pass
 
     def Dup(self) -> FakeCommunicator:
         return copy.copy(self)
-
-    def abandon_private_comm(self) -> None: ...
 
     def allgather(self, value: Any) -> list[Any]:
         return [value] * self._num_ranks

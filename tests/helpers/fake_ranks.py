@@ -26,6 +26,12 @@ class FakeRanks:
     def Dup(self):
         return self
 
+    def meet(self, timeout_s, phase, hint):
+        return self
+
+    def release(self):
+        pass
+
     def Free(self):
         pass
 

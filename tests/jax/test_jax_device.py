@@ -27,7 +27,7 @@ def test_a_gpu_is_put_first(monkeypatch: pytest.MonkeyPatch, before: str | None,
     assert os.environ["CUDA_VISIBLE_DEVICES"] == after
 
 
-COMM = SimpleNamespace(Get_rank=lambda: 0, ranks_on_host=lambda: [0])
+COMM = SimpleNamespace(Get_rank=lambda: 0, ranks_on_host=lambda: [0], meet=lambda *_: COMM, release=lambda: None)
 
 
 @pytest.fixture(autouse=True)

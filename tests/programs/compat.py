@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import tempfile
 import unittest.mock
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -295,6 +296,43 @@ def check_shared_counts(comm: MPI.Intracomm) -> None:
         counts.read(1)
     assert caught.error.peer == size - 1
     comm.Barrier()
+
+
+def check_no_file_stays(comm: MPI.Intracomm) -> None:
+    """The file of shared memory goes if a rank does not come, if an exception ends the making, and if memory is full."""
+    rank, ranks, made = comm.Get_rank(), MpiCommunicator(comm), []
+    make = tempfile.mkstemp
+
+    def recorded(**options: Any) -> tuple[int, str]:
+        made.append(make(**options))
+        return made[-1]
+
+    with unittest.mock.patch("tempfile.mkstemp", recorded):
+        met = ranks.meet(20.0, "a test", "all ranks to meet")
+        met.timeout_s = 0.5
+        if rank == 0 and comm.Get_size() > 1:
+            with raises(EPTimeoutError):
+                SharedCounts(met, timeout_s=0.5)
+        comm.Barrier()
+        met = ranks.meet(20.0, "a test", "all ranks to meet")
+        if rank == 0:
+            with unittest.mock.patch("mmap.mmap", side_effect=KeyError("mine")), raises(KeyError):
+                SharedCounts(met, timeout_s=0.5)
+        else:
+            met.bcast(None)
+        no_room = unittest.mock.patch("os.ftruncate", side_effect=OSError("no room"))
+        with no_room, raises(EPUnavailableError, "rank 0: no room"):
+            SharedCounts(ranks.meet(20.0, "a test", "all ranks to meet"), timeout_s=0.5)
+    assert len(made) == (0 if rank else 2 + (comm.Get_size() > 1))
+    assert not any(os.path.exists(path) for _, path in made)
+
+
+def check_tags_are_given_back(comm: MPI.Intracomm) -> None:
+    """Destroyed Buffers, also those of calls, keep no tags."""
+    here = World(comm, "cpu")
+    with here.buffer(int(1e7), 1, low_latency_mode=True) as buffer:
+        _dispatch(here, buffer)
+    assert MpiCommunicator(comm)._duplicate._in_use == {0}
 
 
 def check_message_counts(comm: MPI.Intracomm) -> None:

@@ -1,4 +1,4 @@
-"""A rank leaves its Buffer, or refuses a call, on the host backend: python leaving.py [SCENARIO...], or --mpi SCENARIO FOLDER under mpirun.
+"""A rank leaves its Buffer, or refuses a call, on the host backend: python leaving.py SCENARIO..., or --mpi SCENARIO FOLDER under mpirun.
 
 A scenario is three processes over a store of files, forked by this program. They end as programs do: by an exception, SIGTERM, or their
 last line. After good calls, one rank (the victim) leaves or refuses. The others must hear who and why long before `timeout_s`. The limit is
@@ -7,7 +7,6 @@ last line. After good calls, one rank (the victim) leaves or refuses. The others
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import json
@@ -23,11 +22,6 @@ from typing import Any
 
 import numpy as np
 from expect import raises
-
-with contextlib.suppress(ImportError):  # scenarios of DeepEP V1's Buffer need PyTorch
-    import torch
-
-    from deepep_rt import compat
 
 from deepep_rt import Buffer, EPConfigError, EPInputError, EPPeerError, EPTimeoutError
 from deepep_rt.backends import factory
@@ -84,7 +78,6 @@ class Rank:
         buffer, slowest_s = self.make(**settings), 0.0
         for _ in range(4):
             start = time.monotonic()
-            gc.collect()
             buffer.combine(X[:0], buffer.dispatch(X[:0], IDX[:0]).handle)
             slowest_s = max(slowest_s, time.monotonic() - start)
         self.comm.Barrier()
@@ -163,9 +156,9 @@ def dropped(mine: Rank, buffer: Buffer) -> None:
 
 def _wait_until_heard(mine: Rank) -> None:
     """Live until the other ranks have heard of the victim."""
+    gc.collect()
     end, heard = time.monotonic() + LIMIT_S, [mine.folder / f"heard{rank}" for rank in range(RANKS) if rank != VICTIM]
     while time.monotonic() < end and not all(path.exists() for path in heard):
-        gc.collect()
         time.sleep(0.02)
 
 
@@ -349,6 +342,8 @@ def _exit(*_: Any) -> Any:
 
 
 def _compat(mine: Rank, **settings: Any) -> Any:
+    from deepep_rt import compat
+
     os.environ["DEEPEP_RT_TIMEOUT_S"] = str(LONG_S)
     buffer = compat.Buffer(mine.comm, **{"num_nvl_bytes": 1 << 20, "low_latency_mode": True, **settings})
     kept.append(buffer)
@@ -356,12 +351,16 @@ def _compat(mine: Rank, **settings: Any) -> Any:
 
 
 def _low_latency(buffer: Any, tokens: int = 8, x: Any = None, idx: Any = None) -> None:
+    import torch
+
     x = torch.ones(4, 512, dtype=torch.bfloat16) if x is None else x
     idx = torch.tensor([[0, 3]] * 4) if idx is None else idx
     buffer.low_latency_dispatch(x, idx, tokens, 2 * RANKS, use_fp8=False)
 
 
 def _normal(buffer: Any, hidden: int = 256, tokens: int = 4) -> None:
+    import torch
+
     x, idx = torch.ones(tokens, hidden, dtype=torch.bfloat16), torch.tensor([[0, 3]] * tokens)
     per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2 * RANKS)
     options = dict(num_tokens_per_rank=per_rank, is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
@@ -419,6 +418,8 @@ def compat_growth(mine: Rank) -> None:
 
 def compat_refused(mine: Rank) -> None:
     """A rank without tokens passes tensors of other shapes, and its program ends."""
+    import torch
+
     buffer = _good_calls(mine)
     if mine.rank == VICTIM:
         mine.leave()
@@ -434,6 +435,8 @@ def compat_refused(mine: Rank) -> None:
 
 def compat_refused_at_first(mine: Rank) -> None:
     """The others wait in the making of the Buffer that their first call needs."""
+    import torch
+
     mine.warm_up().destroy()
     buffer = _compat(mine)
     if mine.rank == VICTIM:
@@ -544,7 +547,10 @@ def main() -> None:
     if sys.argv[1:2] == ["--mpi"]:
         return run_under_mpirun(sys.argv[2], Path(sys.argv[3]))
     made, started = Path(tempfile.mkdtemp()), []
-    for name in sys.argv[1:] or SCENARIOS:
+    if any(name.startswith("compat") for name in sys.argv[1:]):
+        import deepep_rt.compat  # noqa: F401  (once, and not in each rank)
+    gc.freeze()  # a rank collects only what it has made
+    for name in sys.argv[1:]:
         (made / name).mkdir()
         if not (children := start(name, made / name)):
             return None  # a rank, whose program ends here

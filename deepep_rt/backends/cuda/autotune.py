@@ -23,6 +23,7 @@ from typing import Any
 
 from ... import _env
 from ...arrays.dtypes import DTYPES
+from ...comm.communicator import Communicator
 from ...comm.rendezvous import agree_on_measurement, begin_measurement
 from ...cuda import driver
 from ...errors import EPError, EPOutOfMemoryError, EPUnavailableError
@@ -90,26 +91,27 @@ def autotune(
         saves: Whether to save the choice.
     """
     mover.check_support()
-    start, comm, config = time.monotonic(), runtime.comm, runtime.config
+    start, config = time.monotonic(), runtime.config
     given = {"num_tokens": num_tokens, "dtype": list(DTYPES).index(dtype), "limit_ms": int(1e3 * limit_s), "save": saves}
-    agree_on_measurement(comm, config.timeout_s, NAME, has_memory=True, **given)
+    comm = agree_on_measurement(runtime.comm, config.timeout_s, NAME, has_memory=True, **given)
     runtime.synchronize()
     before = runtime.shapes
     with ExitStack() as resources:
         resources.callback(runtime.use_shapes, before)
-        _all_do(runtime, _check_gpus)
-        inputs = _all_do(runtime, lambda: TuningInputs(runtime, mover, num_tokens, dtype, resources))
+        _all_do(comm, _check_gpus)
+        inputs = _all_do(comm, lambda: TuningInputs(runtime, mover, num_tokens, dtype, resources))
         inputs.route()
-        _all_do(runtime, inputs.make_rows)
+        _all_do(comm, inputs.make_rows)
         tried = _shapes(runtime, inputs.calls, archs)
-        shapes = _compiled(runtime, tried, start + _COMPILE_SHARE * limit_s)
-        trials = _all_do(runtime, lambda: _trials(runtime, inputs, shapes))
+        shapes = _compiled(runtime, comm, tried, start + _COMPILE_SHARE * limit_s)
+        trials = _all_do(comm, lambda: _trials(runtime, inputs, shapes))
         with _gate() as gate:
-            _measure(runtime, trials, gate, start + limit_s)
+            _measure(runtime, comm, trials, gate, start + limit_s)
     rows = tuple(trial.row for trial in trials)
     result = TuningResult(choose(rows), rows, num_tokens, dtype, time.monotonic() - start)
     file = saved_tunings.save(key, result) if saves and comm.Get_rank() == 0 else None
     seconds, name = comm.bcast((result.seconds, str(file) if file else None))
+    comm.release()
     if saves and name is None and comm.Get_rank() == 0:
         _log.warning("the choice of autotune cannot be saved in the folder of the kernel cache; later Buffers do not use it")
     return dataclasses.replace(result, seconds=seconds, file=name)
@@ -123,7 +125,7 @@ def _check_gpus() -> None:
         )
 
 
-def _all_do(runtime: CudaRuntime, step: Callable[[], Any]) -> Any:
+def _all_do(comm: Communicator, step: Callable[[], Any]) -> Any:
     """Make a step that may fail on some ranks. If it does, raise on all of them."""
     result, failure = None, None
     try:
@@ -131,7 +133,7 @@ def _all_do(runtime: CudaRuntime, step: Callable[[], Any]) -> Any:
     except EPError as error:
         failure = error
     mine = failure and (isinstance(failure, EPOutOfMemoryError), str(failure))
-    for rank, problem in enumerate(runtime.comm.allgather(mine)):
+    for rank, problem in enumerate(comm.allgather(mine)):
         if problem is not None:
             is_memory, text = problem
             raise (EPOutOfMemoryError if is_memory else EPUnavailableError)(f"{NAME}: rank {rank}: {text}") from failure
@@ -145,7 +147,9 @@ def _shapes(runtime: CudaRuntime, calls: Sequence[str], archs: Sequence[str]) ->
     return {call: shapes_to_try(call, runtime.config, has_tma(runtime.arch)) for call in calls}
 
 
-def _compiled(runtime: CudaRuntime, tried: Mapping[str, list[CopyShape]], deadline: float) -> dict[str, list[CopyShape]]:
+def _compiled(
+    runtime: CudaRuntime, comm: Communicator, tried: Mapping[str, list[CopyShape]], deadline: float
+) -> dict[str, list[CopyShape]]:
     """Compile kernels of all shapes, and return the shapes whose kernels are in the cache of all ranks at the deadline.
 
     Each rank starts with another kernel. They share a cache folder as a rule, so each compiles its part and finds the others'.
@@ -162,8 +166,8 @@ def _compiled(runtime: CudaRuntime, tried: Mapping[str, list[CopyShape]], deadli
             wait(futures, max(0.0, deadline - time.monotonic()))
             pool.shutdown(wait=True, cancel_futures=True)
         done = [i for future, i in futures.items() if not future.cancelled() and future.exception() is None]
-    begin_measurement(runtime.comm, max(runtime.config.timeout_s, _MOST_COMPILE_S), NAME)  # one rank may compile for longer
-    everywhere = set.intersection(*(set(theirs) for theirs in runtime.comm.allgather(done)))
+    begin_measurement(comm, max(runtime.config.timeout_s, _MOST_COMPILE_S), NAME)  # one rank may compile for longer
+    everywhere = set.intersection(*(set(theirs) for theirs in comm.allgather(done)))
     return {call: [shape for i, (its_call, shape) in enumerate(jobs) if its_call == call and i in everywhere] for call in tried}
 
 
@@ -186,9 +190,9 @@ def _trials(runtime: CudaRuntime, inputs: TuningInputs, shapes: Mapping[str, lis
     return found
 
 
-def _measure(runtime: CudaRuntime, trials: list[_Trial], gate: ctypes.c_uint32, deadline: float) -> None:
+def _measure(runtime: CudaRuntime, comm: Communicator, trials: list[_Trial], gate: ctypes.c_uint32, deadline: float) -> None:
     """Fill the times of the trials."""
-    comm, num_calls = runtime.comm, {}
+    num_calls = {}
     _launch_once(runtime, trials)
     for call in CALLS:
         usual = [trial for trial in trials if trial.call == call]

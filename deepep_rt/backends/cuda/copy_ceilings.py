@@ -23,25 +23,26 @@ def copy_ceilings(runtime: CudaRuntime, num_sms: int, row_bytes: int, num_rows: 
         num_rows: Rows for each peer, if the memory has room for them.
         iterations: Pushes in one timing.
     """
-    comm, timeout_s, num_ranks = runtime.comm, runtime.config.timeout_s, runtime.config.num_ranks
-    agree_on_measurement(comm, timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
+    timeout_s, num_ranks = runtime.config.timeout_s, runtime.config.num_ranks
+    met = agree_on_measurement(runtime.comm, timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
     capacity = min(runtime.regions.sizes["landing"], runtime.regions.sizes["pool"]) // (num_ranks * row_bytes)
     num_rows = max(1, min(num_rows, capacity))
 
     def rate(push: Callable[[int], None]) -> float:
         """Time `push`, which queues its work on a stream."""
         times_ms = [_one_time_ms(runtime, push, iterations) for _ in range(_NUM_MEASUREMENTS)]
-        begin_measurement(comm, timeout_s)
-        slowest_ms = max(comm.allgather(statistics.median(times_ms)))
+        slowest_ms = max(met.allgather(statistics.median(times_ms)))
         return num_rows * max(num_ranks - 1, 1) * row_bytes / slowest_ms * 1e3
 
     every_sm = driver.num_sms(runtime.device)
     with _driver_copies(runtime, num_rows * row_bytes, iterations) as push_by_driver:
-        return {
+        rates = {
             "kernel": rate(_kernel(runtime, num_sms, row_bytes, num_rows, iterations)),
             "kernel on all SMs": rate(_kernel(runtime, every_sm, row_bytes, num_rows, iterations)),
             "copy engines": rate(push_by_driver),
         }
+    met.release()
+    return rates
 
 
 def _one_time_ms(runtime: CudaRuntime, push: Callable[[int], None], iterations: int) -> float:

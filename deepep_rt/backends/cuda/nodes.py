@@ -272,7 +272,8 @@ class NodesThroughput:
         """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceilings`."""
         self.check_support()
         runtime, config = self._runtime, self._config
-        agree_on_measurement(runtime.comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
+        met = agree_on_measurement(runtime.comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
+        met.release()
         num_bytes = min(iterations * num_rows * row_bytes * (config.num_ranks - config.node_size), _MAX_MEASURED_BYTES)
         return {"puts to other nodes": far_bandwidth(runtime, num_bytes, self.num_sms)}
 

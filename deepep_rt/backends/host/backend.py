@@ -19,7 +19,7 @@ import numpy as np
 
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
-from ...comm.rendezvous import COPY_CEILING, agree_on_measurement, begin_measurement
+from ...comm.rendezvous import COPY_CEILING, agree_on_measurement
 from ...config import Config
 from ...description import BufferDescription
 from ...errors import EPError, EPOutOfMemoryError, EPUnavailableError
@@ -164,15 +164,15 @@ class HostBackend:
         outgoing = incoming = None
         with contextlib.suppress(MemoryError):
             outgoing, incoming = (np.ones((num_ranks, num_rows * row_bytes), np.uint8) for _ in range(2))
-        agree_on_measurement(self._comm, self._config.timeout_s, COPY_CEILING, has_memory=incoming is not None, **arguments)
+        met = agree_on_measurement(self._comm, self._config.timeout_s, COPY_CEILING, has_memory=incoming is not None, **arguments)
         assert outgoing is not None
         assert incoming is not None
-        begin_measurement(self._comm, self._config.timeout_s)
-        self._comm.Alltoall(outgoing, incoming)
+        met.Alltoall(outgoing, incoming)
         start = time.perf_counter()
         for _ in range(iterations):
-            self._comm.Alltoall(outgoing, incoming)
-        slowest_s = max(self._comm.allgather((time.perf_counter() - start) / iterations))
+            met.Alltoall(outgoing, incoming)
+        slowest_s = max(met.allgather((time.perf_counter() - start) / iterations))
+        met.release()
         return {"messages": num_rows * max(num_ranks - 1, 1) * row_bytes / slowest_s}
 
     def autotune(self, num_tokens: int, dtype: str, limit_s: float, saves: bool) -> TuningResult:

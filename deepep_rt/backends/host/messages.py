@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm.communicator import Communicator
+from ...comm.communicator import MEETING_TAG, Communicator
 from ...comm.failure_notice import FAILURE_NOTICE_TAG, CallProgress, FailureNotice
 from ...config import Config
 from ...errors import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
@@ -34,7 +34,7 @@ from ..purposes import Purposes, missing_backward, not_run
 from .statistics import HostStatistics
 
 _HEADER_TAG, _HEARTBEAT_TAG, _FIRST_ROWS_TAG = 1, 2, FAILURE_NOTICE_TAG + 1
-_NUM_ROWS_TAGS = 32767 - _FIRST_ROWS_TAG  # every MPI has tags up to 32767; `comm/mpi.py` uses the last one
+_NUM_ROWS_TAGS = MEETING_TAG - _FIRST_ROWS_TAG
 _HEARTBEATS_PER_TIMEOUT = 8
 _THROUGHPUT = 0  # stands in a header of a throughput call; low-latency calls count from 1
 _logger = logging.getLogger("deepep_rt")
