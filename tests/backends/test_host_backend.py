@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import limits
 import pytest
 from launch import launch, run_checks
 
@@ -57,9 +58,10 @@ def test_late_rank(scenario: str, num_ranks: int, ranks_per_node: str, monkeypat
 @pytest.fixture(scope="module", autouse=True)
 def masked_ranks(request: pytest.FixtureRequest) -> Iterator[dict[int, Future[str]]]:
     """Run the checks of masks while the other tests of this file run. They mostly wait for time-outs."""
-    wanted = any(item.function is test_masked_ranks for item in request.session.items if isinstance(item, pytest.Function))
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.function is test_masked_ranks]
+    sizes, slowness = [item.callspec.params["num_ranks"] for item in items], limits.slowness()
     with ThreadPoolExecutor() as pool:
-        yield {num_ranks: pool.submit(run_checks, num_ranks, "masks") for num_ranks in ((2, 4) if wanted else ())}
+        yield {num_ranks: pool.submit(run_checks, num_ranks, "masks", slowness=slowness) for num_ranks in sizes}
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])

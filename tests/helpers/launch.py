@@ -36,18 +36,25 @@ def python_on(num_ranks: int, *words: object) -> list[str]:
     return [*mpirun(), "-n", str(num_ranks), sys.executable, *map(str, words)]
 
 
-def run_checks(num_ranks: int, program: str, *arguments: str) -> str:
-    """Run a program of tests/programs, all of whose checks must pass, and return its output."""
-    output = launch(num_ranks, program, *arguments)
+def run_checks(num_ranks: int, program: str, *arguments: str, slowness: float | None = None) -> str:
+    """Run a program of tests/programs, all of whose checks must pass, and return its output. `slowness`: as of `launch`."""
+    output = launch(num_ranks, program, *arguments, slowness=slowness)
     assert ": passed" in output, f"no check ran: {output}"
     assert ": failed" not in output
     return output
 
 
-def launch(num_ranks: int, program: str, *arguments: str) -> str:
-    """Run a program of tests/programs to its end, and return its output."""
+def launch(num_ranks: int, program: str, *arguments: str, slowness: float | None = None) -> str:
+    """Run a program of tests/programs to its end, and return its output.
+
+    Args:
+        num_ranks: Its ranks.
+        program: Its name.
+        arguments: Its arguments.
+        slowness: The result of `limits.slowness`. None: measure it. Only the main thread can, because threads take turns.
+    """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    times = limits.slowness()
+    times = limits.slowness() if slowness is None else slowness
     try:
         done = subprocess.run(
             python_on(num_ranks, PROGRAMS / f"{program}.py", *arguments),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 
 VARIABLE = "TESTS_SLOWNESS"
@@ -19,11 +20,16 @@ def slowness() -> float:
 
     Other processes may take more of the cores later, so a machine that is busy counts as twice as busy.
     """
+    measured = statistics.median(_warm_up() for _ in range(3))
+    return 1.0 if measured < _NOISE else min(float(math.ceil(2 * measured)), _MOST)
+
+
+def _warm_up() -> float:
+    """Work for a moment of this thread's processor time, and return how many times longer that took."""
     start, used = time.perf_counter(), time.thread_time()
     while time.thread_time() - used < _WARM_UP_S:
         pass
-    measured = (time.perf_counter() - start) / _WARM_UP_S
-    return 1.0 if measured < _NOISE else min(float(math.ceil(2 * measured)), _MOST)
+    return (time.perf_counter() - start) / _WARM_UP_S
 
 
 def seconds(number: float, times: float | None = None) -> float:
