@@ -9,7 +9,7 @@ import os
 import secrets
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ alone = pytest.mark.skipif(SHARED_GPUS, reason="ranks that share a GPU tell noth
 def files(comm, monkeypatch) -> Iterator[SavedFiles]:
     """Keep the choices of a test apart from those of the user, beside the same kernels."""
     monkeypatch.delenv("DEEPEP_RT_TUNING", raising=False)
-    own = SavedFiles(f"tunings-of-test-{comm.bcast(secrets.token_hex(4))}", "stored tunings", "buffer")
+    own = replace(saved_tunings.FILES, folder=f"tunings-of-test-{comm.bcast(secrets.token_hex(4))}")
     monkeypatch.setattr(saved_tunings, "FILES", own)
     yield own
     comm.Barrier()
