@@ -6,6 +6,7 @@ from typing import Any
 
 from ._buffer_base import BufferBase, begin_call
 from ._checks import argument_error, flag, whole_number
+from .arrays.frameworks import framework_of
 from .arrays.view import Framework, View
 from .backends.base import Backend
 from .backends.calls import LowLatencyPreparation
@@ -150,6 +151,7 @@ class LowLatencyCalls(BufferBase):
         with self._call_lock:
             self._call_lock.progress.name = "low_latency_combine"
             backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
+            framework_of(y, "y")  # below, an error would name it x
             call = begin_call(backend, y, async_finish, None, stream)
             inputs = low_latency_combine_inputs(
                 self._info, call.stream, y, topk_idx, topk_weights, handle, allow_multiple_reduction, out, reduce, compress
