@@ -332,13 +332,6 @@ BROKEN = [
         id="half-a-group",
     ),
     pytest.param(throughput_rounds, "throughput/combine.cuh", r"ok = wait_epoch\(p, flags [^;]*;", ";", id="sums-do-not-wait"),
-    pytest.param(
-        low_latency_rounds,
-        "common/memory.cuh",
-        r'if constexpr \(kHasOverlap\) asm volatile\("griddepcontrol.wait;" ::: "memory"\);',
-        "",
-        id="no-wait-for-the-kernel-before",
-    ),
 ]
 
 
