@@ -105,8 +105,8 @@ RecvWindow = CStruct(
 State = CStruct(
     "State",
     """
-    u32 route_epoch;       // calls of each kernel that have finished here; a route of one node has the epoch of its dispatch
-    u32 dispatch_epoch;
+    u32 route_epoch;       // calls of route_nodes that have finished here; a route of one node has the epoch of its dispatch
+    u32 dispatch_epoch;    // calls of each kernel that have finished here
     u32 combine_epoch;
     u32 dispatch_blocks;   // blocks of the running kernel that have finished; the last one resets all counters of blocks and tickets
     u32 dispatch_items;    // tickets that the running kernel has claimed

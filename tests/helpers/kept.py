@@ -20,7 +20,7 @@ _MAX_AGE_OF_UNFINISHED_S = 86400.0
 
 @functools.cache
 def folder() -> Path:
-    """Return the folder, which lies beside the kernel cache of this user; a folder of this process if that one cannot be used.
+    """Return the folder next to the kernel cache of this user. If that one cannot be used, return one of this process.
 
     conftest.py calls this first, because tests set `DEEPEP_RT_CACHE_DIR`.
     """
