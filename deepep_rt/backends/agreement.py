@@ -10,6 +10,7 @@ from typing import Any
 
 from .._install import pip_install_cuda
 from ..comm.communicator import Communicator
+from ..comm.making import making
 from ..comm.process_end import describe
 from ..config import MAX_TIMEOUT_S, Config
 from ..errors import EPConfigError, EPTimeoutError, EPUnavailableError
@@ -27,18 +28,25 @@ _DRIVER_FAILS = "the CUDA driver fails:"  # begins the reason if a GPU is there 
 def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, network: NetworkOptions | None = None) -> str:
     """Compare the settings of all ranks, and choose one backend for all of them.
 
+    Args:
+        comm: What `creation_comm` returned.
+        config: Settings of this rank, as the others.
+        backend: "auto", "cuda" or "host".
+        on_exhausted: "copy" or "error".
+        network: What NVSHMEM starts with, or None.
+
     Returns:
         "cuda" or "host".
 
     Raises:
         EPConfigError: on every rank, if a setting differs between ranks, or is wrong on one. It names the setting, ranks and values.
         EPUnavailableError: on every rank, if "cuda" was asked for and a rank has no GPU, or if a CUDA driver does not start.
-        EPTimeoutError: if a rank does not make the Buffer.
+        EPTimeoutError: if a rank does not say its settings.
     """
     settings = {**config.settings(), "backend": backend, "on_exhausted": on_exhausted}
     settings |= (network or NetworkOptions()).common()
     reason = None if backend == "host" else why_no_gpu()
-    gathered = _gather(comm, config.timeout_s, (settings, reason))
+    gathered = comm.allgather((settings, reason))
     for rank, error in enumerate(gathered):
         if isinstance(error, str):
             raise EPConfigError(f"rank {rank} cannot make this Buffer: {error}")
@@ -90,16 +98,11 @@ def _choose_backend(backend: str, reasons: dict[int, str], num_ranks: int) -> st
 def report_wrong_setting(comm: Communicator, error: Exception, timeout_s: float | None) -> None:
     """Tell the other ranks which setting is wrong on this rank, so that they do not wait for it."""
     limit_s = timeout_s if isinstance(timeout_s, Real) and 0 < timeout_s <= MAX_TIMEOUT_S else _REPORT_TIMEOUT_S
-    with suppress(EPTimeoutError):  # the caller needs the error about the setting more than this one
-        _gather(comm, limit_s, str(error) if isinstance(error, EPConfigError) else describe(error))
-
-
-def _gather(comm: Communicator, timeout_s: float, value: Any) -> list[Any]:
-    """Gather a value of each rank that makes a Buffer now."""
-    met = creation_comm(comm, timeout_s)
-    gathered = met.allgather(value)
-    met.release()
-    return gathered
+    with suppress(EPTimeoutError, type(error)):  # the caller needs the error about the setting more than others
+        met = creation_comm(comm, limit_s)
+        with making(comm, met, _CREATION[0]):
+            met.allgather(str(error) if isinstance(error, EPConfigError) else describe(error))
+            raise error  # as the other ranks do
 
 
 def creation_comm(comm: Communicator, timeout_s: float) -> Communicator:

@@ -35,12 +35,15 @@ def make_backend(
         EPTimeoutError: If a rank does not come.
         EPPeerError: If another rank fails.
     """
-    backend = agree(comm, config, backend, on_exhausted, network)
-    met = creation_comm(comm, creation_timeout_s(config.timeout_s))
-    with making(comm, met, "the making of a Buffer"):
+    met = creation_comm(comm, config.timeout_s)
+    with making(comm, met, "the making of a Buffer") as notices:
+        backend = agree(met, config, backend, on_exhausted, network)
+        met.timeout_s = creation_timeout_s(config.timeout_s)
         hosts, names = zip(*met.allgather((platform.node(), f"{platform.node()}-{os.getpid()}-{serial}")), strict=True)
         made = _make(met, config, backend, serial, on_exhausted, network, hosts)
         made.shared_name = names[0]
+        if made.call_lock.notice is not None:
+            notices.append(made.call_lock.notice)
     met.release()
     return made
 

@@ -77,9 +77,7 @@ class FailureNotice:
 
     def notify(self, error: BaseException) -> None:
         """Tell all peers that this rank leaves after an exception. A store may end with this process, so wait a moment for them."""
-        self.leave(EXCEPTION, describe(error))
-        if not process_end.await_delivery([self]):
-            process_end.deliver_at_exit(self)
+        process_end.leave_after(error, self)
 
     def leave(self, kind: str, reason: str) -> None:
         """Tell all peers that this rank leaves, unless it has done so before. This waits for nothing.

@@ -111,7 +111,8 @@ class MpiCommunicator(TimedCollectives):
         """Make the communicator of a channel. All ranks have agreed on its number."""
         self._duplicate.open(number)
         made = MpiCommunicator.__new__(MpiCommunicator)
-        made.__dict__ |= {**self.__dict__, "_number": number, "_meeting": None}
+        made.__dict__ |= {**self.__dict__, "_number": number}
+        made.__dict__.pop("meeting", None)  # it has its own
         return made
 
     def _agree_on_channel(self) -> int:

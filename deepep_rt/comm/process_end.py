@@ -66,6 +66,14 @@ def unwatch(leaver: Leaver) -> None:
     _leavers.discard(leaver)
 
 
+def leave_after(error: BaseException, *leavers: Leaver) -> None:
+    """Let this rank leave after an exception. A store may end with this process, so wait a moment for the readers."""
+    for leaver in leavers:
+        leaver.leave(EXCEPTION, describe(error))
+    if not await_delivery(leavers):
+        _leaving.extend(leavers)
+
+
 def deliver_at_exit(leaver: Leaver) -> None:
     """Wait for the readers of this notice when the process ends."""
     _leaving.append(leaver)

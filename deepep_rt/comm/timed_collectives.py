@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import weakref
@@ -16,6 +17,7 @@ from .meeting import Meeting
 _MAX_LISTED_RANKS = 8
 _SPIN_S = 2e-3  # shorter waits poll without a pause
 _MAX_PAUSE_S = 2e-3
+_DUPLICATION_S = 0.5  # a rank that leaves waits for its duplicate: without it, it can tell the other ranks nothing
 
 
 def wait_all(
@@ -46,7 +48,6 @@ class TimedCollectives:
 
     timeout_s = math.inf
     heard: Callable[[], EPPeerError | None] | None = None
-    _meeting: Meeting | None = None
 
     # Each communicator has these methods.
     Get_rank: Callable[[], int]
@@ -81,14 +82,30 @@ class TimedCollectives:
             EPUnavailableError: if MPI has no room for another communicator.
         """
         private, request = self.begin_private_comm()
-        self.finish(request, phase, hint, timeout_s)
-        if private._meeting is None:
-            private._meeting = Meeting(weakref.proxy(private))  # no cycle: the owner of a store must end with it
-        private._meeting.begin()
-        self.finish(private._meeting, phase, hint, timeout_s)
-        made = private.open_channel(private._meeting.end())
-        made.timeout_s, made.heard = timeout_s, self.heard
+        outer, meeting = self.heard, private.meeting
+        try:
+            self.finish(request, phase, hint, timeout_s)
+            meeting.begin()
+            private.heard = lambda: (outer and outer()) or meeting.error(phase)
+            private.finish(meeting, phase, hint, timeout_s)
+            number = meeting.end()
+        except (EPPeerError, EPTimeoutError):  # the other ranks know that peer, or wait as long
+            meeting.close()
+            raise
+        except BaseException as error:
+            if wait_all([request], _DUPLICATION_S):
+                meeting.leave_after(error)
+            raise
+        finally:
+            private.heard = outer if private is self else None
+        made = private.open_channel(number)
+        made.timeout_s, made.heard = timeout_s, lambda: (outer and outer()) or meeting.error(phase, number)
         return made
+
+    @functools.cached_property
+    def meeting(self) -> Meeting:
+        """The meetings over this communicator."""
+        return Meeting(weakref.proxy(self))  # no cycle: the owner of a store must end with it
 
     def finish(
         self, request: CollectiveRequest, phase: str, hint: str, timeout_s: float | None = None, waited_s: float = 0.0

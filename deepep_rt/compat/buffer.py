@@ -92,7 +92,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
             )
         ranks = communicator_of(comm if group is None else communicator(group))
         own = creation_comm(ranks, _env.timeout_s())
-        with making(ranks, own, "the making of a Buffer"):  # other ranks hear if this one refuses its arguments
+        with making(ranks, own, "the making of a Buffer") as notices:  # other ranks hear if this one refuses its arguments
             num_nvl_bytes = whole_number(num_nvl_bytes, "num_nvl_bytes", 0, MOST_BYTES, error=EPConfigError)
             num_rdma_bytes = whole_number(num_rdma_bytes, "num_rdma_bytes", 0, MOST_BYTES, error=EPConfigError)
             num_qps_per_rank = whole_number(num_qps_per_rank, "num_qps_per_rank", 0, MOST_BYTES, error=EPConfigError)
@@ -104,6 +104,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
             self.explicitly_destroy = flag(explicitly_destroy, "explicitly_destroy", error=EPConfigError)
             direct = flag(allow_nvlink_for_low_latency_mode, "allow_nvlink_for_low_latency_mode", error=EPConfigError)
             self._state = self._make_state(ranks, own, num_qps_per_rank, direct)
+            notices.append(self._state.notice)
         own.release()
         ranks.heard = functools.partial(self._state.notice.heard, "the making of a Buffer")
 

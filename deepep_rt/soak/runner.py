@@ -101,13 +101,15 @@ class Run:
 
     def choose_backend(self) -> tuple[str, bool]:
         """Agree on the backend of all ranks. Return it, and whether it converts to FP8."""
-        from ..backends.agreement import agree
+        from ..backends.agreement import agree, creation_comm
         from ..bench.machine import Machine
         from ..jit import current_gpu
         from ..kernels.tuning import has_fp8
 
         config = Config(self.comm.size, 1, 512, 1, self.comm.size, timeout_s=self.asked.timeout_s)
-        backend = agree(self.ranks, config, self.asked.backend, "copy")
+        met = creation_comm(self.ranks, config.timeout_s)
+        backend = agree(met, config, self.asked.backend, "copy")
+        met.release()
         self.machine = Machine(self.comm, backend)
         return backend, backend == "host" or has_fp8(current_gpu.target_arch())
 

@@ -17,6 +17,7 @@ LEFT = ["uncaught_exception", "dropped", "sigterm", "refused_and_left", "failed_
 MORE = [
     *("system_exit", "last_line", "sigterm_in_a_library", "sigterm_of_the_program", "interrupted_call", "normal_end"),
     *("refused_and_repeated", "refused_and_made_another_call", "refused_and_silent", "wrong_setting", "left_while_making"),
+    "interrupted_making",
     *("left_before_destroy", "left_before_a_collective"),
 ]
 COMPAT = [
@@ -51,7 +52,8 @@ def test_buffers_of_deepep_v1() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "scenario", ["uncaught_exception", "system_exit", "dropped", "normal_end", "refused_and_left", "failed_making"]
+    "scenario",
+    ["uncaught_exception", "system_exit", "dropped", "normal_end", "refused_and_left", "failed_making", "interrupted_making"],
 )
 def test_ranks_that_leave_over_mpi(scenario: str, tmp_path: Path) -> None:
     words = python_on(3, PROGRAMS / "leaving.py", "--mpi", scenario, tmp_path)

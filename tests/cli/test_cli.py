@@ -497,12 +497,12 @@ def test_a_missing_library_of_the_command_line_is_named(missing: str, tmp_path: 
 def test_an_interrupted_compilation_ends_at_once(arch: str, tmp_path: Path) -> None:
     """Each kernel takes ten minutes here, and nothing interrupts it, as in NVRTC."""
     program = """
-import signal, sys, threading, time
+import os, signal, sys, threading, time
 from deepep_rt.cli.app import run
 from deepep_rt.jit import build
 def slow(*_):
     assert threading.current_thread() is not threading.main_thread()
-    print("compiling", flush=True)
+    os.write(1, b"compiling\\n")  # print writes a text and its end apart, and several threads are here
     time.sleep(600)
 build.build = slow
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let programs in the background ignore it

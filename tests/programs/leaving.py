@@ -27,6 +27,7 @@ from deepep_rt import Buffer, EPConfigError, EPInputError, EPPeerError, EPTimeou
 from deepep_rt.backends import factory
 from deepep_rt.backends.host import backend as host
 from deepep_rt.comm.store import StoreCommunicator
+from deepep_rt.comm.timed_collectives import TimedCollectives
 
 RANKS, VICTIM, HIDDEN = 3, 1, 32
 LONG_S, LIMIT_S, HEARD_S, SLACK = 300.0, 150, 2.0, 15.0
@@ -321,6 +322,54 @@ def failed_making(mine: Rank) -> None:
 
 def _fail(*_: Any) -> Any:
     raise MemoryError("mine")
+
+
+def interrupted_making(mine: Rank) -> None:
+    """Ctrl-C at each step of the making. The others hear it in the making or in their first call, and all can make the next Buffer."""
+    finish, num_steps = TimedCollectives.finish, 0
+
+    def interrupt_at(step: int) -> None:
+        nonlocal num_steps
+
+        def run(self: TimedCollectives, *arguments: Any) -> None:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == step:
+                raise KeyboardInterrupt("mine")
+            finish(self, *arguments)
+
+        num_steps = 0
+        TimedCollectives.finish = run  # type: ignore[method-assign]
+
+    def fail_at(step: int) -> None:
+        talk.Barrier()
+        interrupt_at(step if mine.rank == VICTIM else 0)
+        if mine.rank == VICTIM:
+            mine.leave()
+            with raises(KeyboardInterrupt, "mine"):
+                mine.make()
+        else:
+            made: list[Buffer] = []
+            mine.hear(
+                lambda: _calls(made[0])() if made else made.append(mine.make()), f"rank {VICTIM}", "KeyboardInterrupt: mine"
+            )
+            for buffer in made:
+                buffer.destroy()
+        TimedCollectives.finish = finish  # type: ignore[method-assign]
+        talk.Barrier()
+
+    mine.slack_s, talk = 1.0, mine.comm.Dup()
+    if hasattr(talk, "Idup"):  # over MPI, the first making waits for a duplication
+        fail_at(1)
+    mine.warm_up().destroy()
+    interrupt_at(0)
+    mine.make().destroy(in_touch=False)
+    TimedCollectives.finish = finish  # type: ignore[method-assign]
+    steps = talk.bcast(num_steps)
+    assert steps > 4, steps
+    for step in range(1, steps + 1):
+        fail_at(step)
+        mine.make().destroy()
 
 
 def left_while_making(mine: Rank) -> None:
