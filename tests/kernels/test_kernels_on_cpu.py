@@ -205,7 +205,7 @@ def test_expert_rows_of_a_lost_rank():
 
 def test_kernels_overlap():
     """A low-latency call starts while the one before it ends. A dispatch starts when no block of its routing waits for a rank."""
-    sizes = {**THROUGHPUT, "num_experts": 4, "hidden": 256, "low_latency": True}
+    sizes = {**THROUGHPUT, "num_experts": 4, "hidden": 256, "low_latency": True, "low_latency_sms": 2}
     with Machine(2, 1) as machine:
         buffers = machine.buffers(**sizes)
         throughput_rounds(machine, buffers, 1, 3)

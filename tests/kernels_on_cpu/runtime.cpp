@@ -53,6 +53,7 @@ struct Warp {
   int num_arrived = 0;
   const char* kind = nullptr;
   uint32_t at_barrier[16] = {};
+  uint32_t at_predecessor = 0;  // lanes that wait for the grid before theirs
   uint64_t frozen_until = 0;  // a turn
   int index = -1;             // in `runnable`
 };
@@ -238,6 +239,16 @@ void end_block(Block& block) {
   if (--grid.blocks_left > 0) return;
   deliver_stores_of(&grid);
   finished.push_back(grid.id);
+  for (auto& next : grids) {
+    if (next->predecessor != grid.id) continue;
+    for (auto& waiting : next->blocks) {
+      for (Warp& w : waiting->warps) {
+        if (!w.at_predecessor) continue;
+        w.ready |= w.at_predecessor, w.at_predecessor = 0;
+        add_runnable(w);
+      }
+    }
+  }
   for (auto& held : grids) {
     if (held.get() == &grid) std::swap(held, grids.back());
   }
@@ -352,6 +363,7 @@ std::string describe() {
           if (w.at_barrier[b]) waiting["barrier " + std::to_string(b)] += __builtin_popcount(w.at_barrier[b]);
         }
         if (w.num_arrived) waiting[w.kind] += w.num_arrived;
+        if (w.at_predecessor) waiting["griddepcontrol.wait"] += __builtin_popcount(w.at_predecessor);
       }
       snprintf(line, sizeof line, "; block %u: %d threads run, %d have ended", block->warps[0].lanes[0].block_idx.x, ready, exited);
       text += line;
@@ -420,8 +432,12 @@ void launch_dependents() {
 }
 
 void wait_for_predecessor() {
-  const int id = current->warp->block->grid->predecessor;
-  while (id && is_running(id)) step(false);
+  step(false);
+  Warp& w = *current->warp;
+  const int id = w.block->grid->predecessor;
+  if (!id || !is_running(id)) return;
+  w.ready &= ~(1u << current->lane), w.at_predecessor |= 1u << current->lane;
+  yield(false);
 }
 
 void later(std::function<void()> work) { pending.push_back(std::move(work)); }

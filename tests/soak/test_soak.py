@@ -128,7 +128,7 @@ def test_wrong_compressed_rows_are_found(tmp_path):
     ("damage", "seed", "words"),
     [
         ("raise", 5, ["rank 1", "RuntimeError", "fire"]),
-        ("sleep", 5, ["rank 1", "waited"]),
+        pytest.param("sleep", 5, ["rank 1", "waited"], marks=pytest.mark.full),
         ("silent", 7, ["ranks [1]", "masked", "timeout_s=2"]),  # in a Buffer that masks silent ranks
     ],
 )
