@@ -53,7 +53,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_worker = "PYTEST_XDIST_WORKER" in os.environ  # a worker that started workers would do so without end
     asked = config.option.usepdb or getattr(config.option, "numprocesses", 0) is not None  # or xdist is not there
     if is_whole and not is_worker and not asked and launch() is None:
-        config.option.numprocesses, config.option.dist = len(os.sched_getaffinity(0)), "loadfile"
+        config.option.numprocesses = 1 + len(os.sched_getaffinity(0))  # one more, because some tests wait for the end of a limit
+        config.option.dist = "loadfile"
         config.option.loadscopereorder = False
 
 

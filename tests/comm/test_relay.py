@@ -34,7 +34,7 @@ def test_a_bad_network_between_two_nodes() -> None:
     assert "rounds of 4 ranks" in output
 
 
-@pytest.mark.parametrize("how", ["SIGSTOP", "SIGKILL"])
+@pytest.mark.parametrize("how", [pytest.param("SIGSTOP", marks=pytest.mark.full), "SIGKILL"])
 def test_a_process_that_is_lost_leaves_no_process(how: str) -> None:
     """If it is stopped, the other ranks raise within the time limit, and name the rank and its node. If it is killed, mpirun ends them."""
     times = limits.slowness()

@@ -54,8 +54,8 @@ struct Warp {
   const char* kind = nullptr;
   uint32_t at_barrier[16] = {};
   uint32_t at_predecessor = 0;  // lanes that wait for the grid before theirs
-  uint64_t frozen_until = 0;  // a turn
-  int index = -1;             // in `runnable`
+  uint64_t frozen_until = 0;    // a turn
+  int index = -1;               // in `runnable`
 };
 
 struct Barrier {

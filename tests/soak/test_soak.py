@@ -129,7 +129,8 @@ def test_wrong_compressed_rows_are_found(tmp_path):
     [
         ("raise", 5, ["rank 1", "RuntimeError", "fire"]),
         pytest.param("sleep", 5, ["rank 1", "waited"], marks=pytest.mark.full),
-        ("silent", 7, ["ranks [1]", "masked", "timeout_s=2"]),  # in a Buffer that masks silent ranks
+        # in a Buffer that masks silent ranks
+        pytest.param("silent", 7, ["ranks [1]", "masked", "timeout_s=2"], marks=pytest.mark.full),
     ],
 )
 def test_one_rank_ends_all_with_its_name(damage, seed, words, tmp_path):
