@@ -79,6 +79,7 @@ class TimedCollectives:
 
         Raises:
             EPTimeoutError: if a rank does not arrive; it names those ranks.
+            EPPeerError: if an exception takes a rank out of the meeting.
             EPUnavailableError: if MPI has no room for another communicator.
         """
         private, request = self.begin_private_comm()
@@ -99,7 +100,7 @@ class TimedCollectives:
         finally:
             private.heard = outer if private is self else None
         made = private.open_channel(number)
-        made.timeout_s, made.heard = timeout_s, lambda: (outer and outer()) or meeting.error(phase, number)
+        made.timeout_s, made.heard = timeout_s, lambda: (outer and outer()) or private.meeting.error(phase, number)
         return made
 
     @functools.cached_property
