@@ -42,9 +42,12 @@ def test_a_late_rank_does_not_continue_alone(ranks: list[StoreCommunicator]) -> 
     assert on_all(ranks, lambda comm: gather(comm, (comm.rank,))) == [[[0], [1], [2]]] * 3
 
 
-def test_an_interruption_at_any_message(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank leaves the making of a Buffer at each of its messages. The next Buffer of all ranks works."""
-    monkeypatch.setattr(agreement, "_CREATION_TIMEOUT_S", 0.05)
+def test_an_interruption_at_any_message(
+    ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch, seconds: Callable[[float], float]
+) -> None:
+    """One rank leaves the making of a Buffer at each of its messages. The others hear it, and the next Buffer of all ranks works."""
+    limit_s, long_s = seconds(2.0), seconds(20.0)
+    monkeypatch.setattr(agreement, "_CREATION_TIMEOUT_S", limit_s)
     sizes: dict[str, Any] = dict(num_max_tokens_per_rank=4, hidden=64, num_topk=1, num_experts=3, dtype="float32", backend="host")
     store, real = ranks[0]._store, type(ranks[0]._store).set
     victim: list[int] = []
@@ -64,7 +67,7 @@ def test_an_interruption_at_any_message(ranks: list[StoreCommunicator], monkeypa
         return made
 
     def make(comm: StoreCommunicator, timeout_s: float) -> Any:
-        if comm.rank == 1 and timeout_s < 1:
+        if comm.rank == 1 and timeout_s == limit_s:
             victim[:] = [threading.get_ident()]
         made = outcome(lambda: make_and_leave(comm, timeout_s))
         victim.clear()
@@ -73,11 +76,11 @@ def test_an_interruption_at_any_message(ranks: list[StoreCommunicator], monkeypa
     monkeypatch.setattr(store, "set", set_key)
     for step in range(1, 100):
         left = step
-        interrupted = on_all(ranks, lambda comm: make(comm, 0.05))[1]
-        monkeypatch.setattr(agreement, "_CREATION_TIMEOUT_S", 20.0)
-        made = on_all(ranks, lambda comm: make(comm, 20.0))
+        interrupted = on_all(ranks, lambda comm: make(comm, limit_s))[1]
+        monkeypatch.setattr(agreement, "_CREATION_TIMEOUT_S", long_s)
+        made = on_all(ranks, lambda comm: make(comm, long_s))
         assert [type(each) for each in made] == [Buffer] * 3, (step, made, interrupted)
-        monkeypatch.setattr(agreement, "_CREATION_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(agreement, "_CREATION_TIMEOUT_S", limit_s)
         if left > 0:
             break
         assert isinstance(interrupted, KeyError | EPTimeoutError)
