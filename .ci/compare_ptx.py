@@ -75,7 +75,9 @@ def record(checkout: Path, result: Path) -> None:
         return text.rstrip(b"\0").decode()
 
     nvrtc.nvrtcCreateProgram, nvrtc.nvrtcCompileProgram = create, compile_to_ptx
-    os.sched_getaffinity = lambda process: {0}  # kernels are then compiled in turns, so their variants have the same numbers each time
+    os.sched_getaffinity = lambda process: {
+        0
+    }  # kernels are then compiled in turns, so their variants have the same numbers each time
     rows = []
     for configuration, options in CONFIGURATIONS.items():
         found.clear()
