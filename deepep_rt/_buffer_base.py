@@ -12,7 +12,7 @@ from typing import Any
 
 from . import _statistics_files
 from ._checks import flag
-from .arrays.stream_handles import of_event, of_stream
+from .arrays.frameworks import of_event, of_stream
 from .backends.base import Backend
 from .backends.calls import Call
 from .comm import process_end

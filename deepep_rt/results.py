@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from .arrays.stream_handles import of_stream
+from .arrays.frameworks import of_stream
 from .arrays.view import Framework, View
 
 

@@ -1,4 +1,4 @@
-// fp8_encode: converts elements to FP8 (e4m3), with a scale for each 128 of them. number_formats.py has the same rules.
+// fp8_encode: converts elements to FP8 (e4m3), with a scale for each 128 of them. dtypes.py has the same rules.
 //
 // 8 neighbouring lanes take a group, 16 elements each, as in ll_dispatch. The kernel reads and writes each byte once, and threads share
 // nothing else.

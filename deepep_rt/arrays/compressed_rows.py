@@ -20,8 +20,7 @@ import functools
 
 import numpy as np
 
-from .dtypes import FP8_GROUP
-from .number_formats import encode_e4m3
+from .dtypes import FP8_GROUP, encode_e4m3
 
 COMPRESSIONS = ("fp8", "log10")
 """Formats of rows on their way."""

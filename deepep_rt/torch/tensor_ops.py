@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ..arrays.dtypes import FP8_GROUP
-from ..arrays.number_formats import MAX_E4M3, MIN_AMAX
+from ..arrays.dtypes import FP8_GROUP, MAX_E4M3, MIN_AMAX
 from ..buffer import Buffer
 from ..config import COMBINE_DTYPES, ROW_ALIGNMENT
 from ..errors import EPInputError
@@ -47,7 +46,7 @@ def aligned(rows: Any) -> Any:
 def to_fp8(rows: Any) -> tuple[Any, Any]:
     """Convert rows `[n, hidden]` (bfloat16, float16 or float32) to float8_e4m3fn, and return scales `[n, hidden // 128]` float32.
 
-    Kernels convert as `arrays.number_formats.to_fp8` does. PyTorch's operators divide, which may round differently. With them, a NaN
+    Kernels convert as `arrays.dtypes.to_fp8` does. PyTorch's operators divide, which may round differently. With them, a NaN
     spreads over its 128 channels.
 
     Raises:

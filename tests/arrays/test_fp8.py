@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from deepep_rt.arrays import number_formats as fp8
+from deepep_rt.arrays import dtypes as fp8
 
 
 def _all_bfloat16() -> np.ndarray:

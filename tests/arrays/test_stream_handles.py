@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deepep_rt import EPInputError
-from deepep_rt.arrays.stream_handles import of_event, of_stream
+from deepep_rt.arrays.frameworks import of_event, of_stream
 
 
 class LibraryObject(SimpleNamespace):

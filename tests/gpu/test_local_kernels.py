@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from deepep_rt.arrays import number_formats as fp8  # noqa: E402
+from deepep_rt.arrays import dtypes as fp8  # noqa: E402
 from deepep_rt.jit import current_gpu, loader, local_kernels  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 from deepep_rt.torch import tensor_ops as torch_kernels  # noqa: E402

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises, same_bits
 
 from deepep_rt import EPInputError
-from deepep_rt.arrays.number_formats import to_fp8, to_ue8m0
+from deepep_rt.arrays.dtypes import to_fp8, to_ue8m0
 
 CASES = [
     # (num_topk, experts of a rank, hidden, dtype of x, scales of a row, options of make_inputs)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ...arrays.dtypes import FP8_GROUP
+from ...arrays.dtypes import FP8_GROUP, to_fp8, to_ue8m0
 from ...arrays.host_memory import Result, rows_of, to_float32
-from ...arrays.number_formats import to_fp8, to_ue8m0
 from ...arrays.view import View
 
 
