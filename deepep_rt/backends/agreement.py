@@ -10,7 +10,7 @@ from typing import Any
 
 from .._install import pip_install_cuda
 from ..comm.communicator import Communicator
-from ..comm.making import making
+from ..comm.failure_notice import making
 from ..comm.process_end import describe
 from ..config import MAX_TIMEOUT_S, Config
 from ..errors import EPConfigError, EPTimeoutError, EPUnavailableError

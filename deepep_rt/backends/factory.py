@@ -7,7 +7,7 @@ import os
 import platform
 
 from ..comm.communicator import Communicator
-from ..comm.making import making
+from ..comm.failure_notice import making
 from ..config import Config
 from ..cuda.topology import placed, placed_on_hosts
 from ..network import Choice, NetworkOptions

@@ -1,17 +1,20 @@
-"""Steps that succeed on all ranks or on none: the parts of making a Buffer, and freeing symmetric memory."""
+"""Steps that all ranks take together: they succeed on all ranks or on none, or begin with a meeting of all ranks.
+
+Parts of making a Buffer and freeing symmetric memory succeed on all ranks or on none. Measurements begin with a meeting.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from ..config import MAX_TIMEOUT_S
-from ..errors import EPPeerError, EPTimeoutError, EPUnavailableError
+from ..errors import EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from .communicator import MEETING_TAG, Communicator, Request
 from .failure_notice import FailureNotice
 from .timed_collectives import format_ranks, wait_all
@@ -20,6 +23,11 @@ _REMINDER_S = 30.0  # time between the warnings of a rank that waits
 _COMPILING_S = 900.0  # limit of a step: one rank may compile all kernels in it
 _CAUSE_S = 1.0  # for the notice of a rank that failed
 _STEP = "make their part of a Buffer"
+
+COPY_CEILING = "copy_ceiling"
+"""The usual measurement."""
+
+_ALL_CALL = "all ranks to call it"
 
 
 class Consensus:
@@ -136,3 +144,50 @@ class Consensus:
     def free(self) -> None:
         """Free the communicator. Collective."""
         self._comm.Free()
+
+
+def timed_allgather(comm: Communicator, values: Sequence[int], timeout_s: float, phase: str, hint: str) -> list[list[int]]:
+    """Gather numbers of all ranks, after a meeting: see `TimedCollectives.meet` for the arguments and errors.
+
+    Returns:
+        The numbers of each rank.
+    """
+    met = comm.meet(timeout_s, phase, hint)
+    gathered = met.allgather(list(values))
+    met.release()
+    return gathered
+
+
+def agree_on_measurement(
+    comm: Communicator, timeout_s: float, measurement: str = COPY_CEILING, *, has_memory: bool = True, **arguments: int
+) -> Communicator:
+    """Compare the arguments of a measurement on all ranks. `measurement` is its name for messages.
+
+    Returns:
+        A communicator for the steps of this measurement. `release` it at the end.
+
+    Raises:
+        EPInputError: on every rank, if the arguments differ.
+        EPOutOfMemoryError: on every rank, if one rank has no memory for it.
+        EPTimeoutError: if a rank does not arrive.
+    """
+    met = comm.meet(timeout_s, measurement, _ALL_CALL)
+    gathered = met.allgather([has_memory, *arguments.values()])
+    if any(values[1:] != gathered[0][1:] for values in gathered):
+        listed = "; ".join(
+            f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in zip(arguments, values[1:], strict=True))
+            for rank, values in enumerate(gathered)
+        )
+        raise EPInputError(f"{listed}; expected the same on all ranks. Pass the same arguments to {measurement} everywhere.")
+    if without := [rank for rank, values in enumerate(gathered) if not values[0]]:
+        raise EPOutOfMemoryError(
+            f"{measurement} has no memory for the rows on {format_ranks(without)}; expected room on all ranks. Pass a smaller num_rows."
+        )
+    return met
+
+
+def begin_measurement(comm: Communicator, timeout_s: float, measurement: str = COPY_CEILING) -> None:
+    """Wait until all ranks have arrived, and leave at almost the same time."""
+    met = comm.meet(timeout_s, measurement, _ALL_CALL)
+    met.Barrier()
+    met.release()

@@ -21,8 +21,7 @@ import numpy as np
 from .._finalizers import no_cuda_in_this_thread
 from ..errors import EPError, EPUnavailableError
 from .communicator import Communicator
-from .relay_peers import HEARTBEATS_PER_TIMEOUT, RelayPeers
-from .relay_puts import Mirror, PutRing
+from .relay_puts import HEARTBEATS_PER_TIMEOUT, Mirror, PutRing, RelayPeers
 
 _SWITCH_INTERVAL_S = 1e-4  # with Python's 5 ms, each turn of the relay would wait that long for a main thread that computes
 # After traffic the relay polls without a pause, then with short ones. MPI moves bytes only while it is polled, also those of sends that it

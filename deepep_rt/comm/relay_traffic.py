@@ -17,8 +17,7 @@ from typing import Any
 from mpi4py import MPI
 
 from .communicator import MEETING_TAG
-from .relay_peers import RelayPeers
-from .relay_puts import Mirror, Put, PutRing
+from .relay_puts import Mirror, Put, PutRing, RelayPeers
 
 MAX_INLINE_BYTES = 4 << 10  # larger puts have a message of their own
 _MESSAGE_BYTES = 16 << 10

@@ -1,12 +1,19 @@
 """A communicator over the key-value store of torch.distributed, for processes that mpirun did not start.
 
-It has the methods of mpi4py's Intracomm that Buffers use. Values travel as JSON, not as pickles (`store_values`). A message is a key, and
-its receiver deletes it. A collective leaves one key per rank. These keys go when a later collective shows that all ranks have read them.
-No call blocks inside of the store, because waits have their own limits.
+It has the methods of mpi4py's Intracomm that Buffers use. A message is a key, and its receiver deletes it. A collective leaves one key per
+rank. These keys go when a later collective shows that all ranks have read them. No call blocks inside of the store, because waits have
+their own limits.
+
+Values travel as JSON. Any process that reaches the store's port can write to it. Reading a pickle would run its code. Reading these values
+runs no code, and checks every part.
 """
 
 from __future__ import annotations
 
+import base64
+import json
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,13 +22,105 @@ from typing import Any
 import numpy as np
 
 from ..errors import EPPeerError, EPUnavailableError
-from . import store_values
 from .timed_collectives import TimedCollectives, wait_all
 
+_DTYPE = re.compile(r"\|b1|[<>|][iuf][1248]")  # of arrays
 _FREE_S = 10.0
 _MAX_VALUE_BYTES = 4 << 20  # a TCPStore drops clients that send more than twice as much
 _ALLTOALL_TAG = 0
 _NO_MESSAGE = b"none"  # stands for a message that an exception stopped
+
+
+def pack(value: Any) -> bytes:
+    """Return a value as bytes: numbers, text, bytes, arrays, and lists, tuples and dicts of them.
+
+    Raises:
+        TypeError: if the value has another type. This is an error of the caller.
+    """
+    return json.dumps(_plain(value)).encode()
+
+
+def unpack(data: bytes) -> Any:
+    """Return the value that bytes stand for.
+
+    Raises:
+        ValueError: if `pack` did not make them.
+    """
+    try:
+        return _value(json.loads(data))
+    except RecursionError as error:
+        raise ValueError("too many nested values") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as one that JSON can hold. A JSON object has one member, whose name is the type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(item) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray) and _DTYPE.fullmatch(value.dtype.str):
+        return {"array": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
+    raise TypeError(
+        f"value=<{type(value).__name__}>; expected numbers, text, bytes, arrays, or lists, tuples and dicts of them. Convert it."
+    )
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return [_value(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) != 1:
+        raise ValueError("an object without one type")
+    ((kind, content),) = plain.items()
+    if kind == "bytes":
+        return _bytes(content)
+    if kind == "array":
+        return _array(content)
+    if kind not in ("tuple", "dict") or not isinstance(content, list):
+        raise ValueError("an object of another type")
+    if kind == "tuple":
+        return tuple(_value(item) for item in content)
+    return {_key(key): _value(item) for key, item in map(_pair, content)}
+
+
+def _pair(content: Any) -> tuple[Any, Any]:
+    if not isinstance(content, list) or len(content) != 2:
+        raise ValueError("a dict entry without a key and a value")
+    return content[0], content[1]
+
+
+def _key(plain: Any) -> Any:
+    if not isinstance(plain, str | int):
+        raise ValueError("a dict key of another type")
+    return plain
+
+
+def _bytes(content: Any) -> bytes:
+    if not isinstance(content, str):
+        raise ValueError("bytes of another type")
+    return base64.b64decode(content, validate=True)
+
+
+def _array(content: Any) -> np.ndarray:
+    if not isinstance(content, list) or len(content) != 3:
+        raise ValueError("an array without dtype, shape and bytes")
+    dtype, shape, data = content[0], content[1], _bytes(content[2])
+    if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+        raise ValueError("an array of another dtype")
+    if not isinstance(shape, list) or not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError("an array without a shape")
+    if len(data) != math.prod(shape) * np.dtype(dtype).itemsize:
+        raise ValueError("an array of another size")
+    return np.frombuffer(bytearray(data), dtype).reshape(shape)
 
 
 class StoreCommunicator(TimedCollectives):
@@ -154,7 +253,7 @@ class StoreCommunicator(TimedCollectives):
     def _start_allgather(self, value: Any, then: Callable[[list[Any]], None] = lambda values: None) -> Request:
         self._num_collectives = number = self._num_collectives + 1
         keys = [f"{self._name}/all/{number}/{rank}" for rank in range(self.size)]
-        self._ask("set", keys[self.rank], store_values.pack(value))
+        self._ask("set", keys[self.rank], pack(value))
         self._unread.append((number, keys[self.rank]))
 
         def poll() -> tuple[bool, Any]:
@@ -163,7 +262,7 @@ class StoreCommunicator(TimedCollectives):
             values = []
             for key, data in zip(keys, self._get_all(keys), strict=True):
                 with self._checked(key):
-                    values.append(store_values.unpack(data))
+                    values.append(unpack(data))
             # All ranks have joined this collective, so they have read the keys of earlier ones.
             for key in [key for earlier, key in self._unread if earlier < number]:
                 self._ask("delete_key", key)
@@ -214,7 +313,7 @@ class StoreCommunicator(TimedCollectives):
 
     def isend(self, value: Any, dest: int, tag: int) -> Request:
         """Send an object. The request is complete when the object was received."""
-        key = self._send(store_values.pack(value), dest, tag)
+        key = self._send(pack(value), dest, tag)
         return Request(lambda: (not self._ask("check", [key]), None))
 
     def iprobe(self, source: int, tag: int) -> bool:
@@ -231,7 +330,7 @@ class StoreCommunicator(TimedCollectives):
         """Receive an object that `iprobe` has found."""
         key = self._key(source, self.rank, tag, self._received[source, tag])
         with self._checked(key):
-            return store_values.unpack(self._receive(source, tag))
+            return unpack(self._receive(source, tag))
 
     def _send(self, data: bytes, dest: int, tag: int) -> str:
         key = self._key(self.rank, dest, tag, self._sent[dest, tag])

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import functools
 import math
+import platform
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import EPPeerError, EPTimeoutError
 from .communicator import CollectiveRequest, Request
-from .host import host_identity
 from .meeting import Meeting
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MAX_LISTED_RANKS = 8
 _SPIN_S = 2e-3  # shorter waits poll without a pause
 _MAX_PAUSE_S = 2e-3
 _DUPLICATION_S = 0.5  # a rank that leaves waits for its duplicate: without it, it can tell the other ranks nothing
+
+
+def host_identity() -> str:
+    """Return a text that all processes of a host share, and no others.
+
+    Host names alone do not suffice, because two hosts may have the same. The second part is new with each start of the system.
+    """
+    return f"{platform.node()} {_BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ''}"
 
 
 def wait_all(

@@ -14,8 +14,7 @@ from .._checks import argument_error, flag, instance, whole_number
 from ..backends.agreement import creation_comm
 from ..comm.communicator import Communicator
 from ..comm.convert import communicator_of
-from ..comm.failure_notice import FailureNotice
-from ..comm.making import making
+from ..comm.failure_notice import FailureNotice, making
 from ..config import MAX_SMS, declared_ranks_per_node
 from ..cuda.topology import ranks_per_host
 from ..errors import EPConfigError, EPUnavailableError

@@ -16,8 +16,7 @@ import numpy as np
 from .. import _env
 from .._install import pip_install_cuda
 from ..comm.communicator import Communicator
-from ..comm.consensus import Consensus
-from ..comm.rendezvous import timed_allgather
+from ..comm.consensus import Consensus, timed_allgather
 from ..errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ..network import NetworkOptions
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .. import _env
 from ..comm.communicator import Communicator
-from ..comm.host import host_identity
+from ..comm.timed_collectives import host_identity
 from ..errors import EPUnavailableError
 from ..network import Choice, NetworkOptions
 from .nics import list_nics, nvshmem_objection

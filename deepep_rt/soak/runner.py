@@ -20,7 +20,7 @@ import numpy as np
 
 from ..bench.ranks import check_writable, fail_together, world
 from ..buffer import Buffer
-from ..comm.rendezvous import timed_allgather
+from ..comm.consensus import timed_allgather
 from ..config import Config
 from ..errors import EPError
 from . import expert_rows as soak_expert_rows

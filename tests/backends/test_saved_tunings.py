@@ -210,8 +210,8 @@ def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:
 
 @pytest.mark.parametrize("tuning", [Tuning(24), TUNING, Tuning(8, CopyShape(1, 2, 3), CopyShape(4, 5, 6))])
 def test_choices_survive_files_and_communicators(tuning: Tuning) -> None:
-    from deepep_rt.comm import store_values
+    from deepep_rt.comm import store
 
     plain = saved_tunings.plain(tuning)
     assert saved_tunings.of_plain(json.loads(json.dumps(plain))) == tuning
-    assert saved_tunings.of_plain(store_values.unpack(store_values.pack(plain))) == tuning
+    assert saved_tunings.of_plain(store.unpack(store.pack(plain))) == tuning

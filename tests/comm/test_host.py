@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from deepep_rt.comm import host
+from deepep_rt.comm import timed_collectives
 
 
 def test_hosts_with_the_same_name_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr(host, "_BOOT_ID", boot)
-    names = [host.host_identity()]  # without the file, as in some containers
+    monkeypatch.setattr(timed_collectives, "_BOOT_ID", boot)
+    names = [timed_collectives.host_identity()]  # without the file, as in some containers
     for text in ("a", "b", "b"):
         boot.write_text(text)
-        names.append(host.host_identity())
+        names.append(timed_collectives.host_identity())
     assert len(set(names)) == 3
     assert names[2] == names[3]
 
@@ -25,5 +25,5 @@ def test_containers_with_names_of_their_own_differ(monkeypatch: pytest.MonkeyPat
     names = []
     for name in ("epA", "epB"):
         monkeypatch.setattr("platform.node", lambda name=name: name)
-        names.append(host.host_identity())
+        names.append(timed_collectives.host_identity())
     assert len(set(names)) == 2

@@ -17,8 +17,7 @@ from paths import PROGRAMS
 
 from deepep_rt import EPUnavailableError
 from deepep_rt.comm.relay import Relay
-from deepep_rt.comm.relay_peers import RelayPeers
-from deepep_rt.comm.relay_puts import Mirror, Put, PutRing
+from deepep_rt.comm.relay_puts import Mirror, Put, PutRing, RelayPeers
 from deepep_rt.kernels import structs
 
 DESCRIPTOR = structs.Descriptor.dtype({})

@@ -15,8 +15,8 @@ from memory_store import on_all, outcome
 
 from deepep_rt import Buffer, EPInputError, EPOutOfMemoryError, EPTimeoutError
 from deepep_rt.backends import agreement
+from deepep_rt.comm.consensus import agree_on_measurement, begin_measurement, timed_allgather
 from deepep_rt.comm.meeting import Meeting
-from deepep_rt.comm.rendezvous import agree_on_measurement, begin_measurement, timed_allgather
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.comm.timed_collectives import format_ranks, wait_all
 

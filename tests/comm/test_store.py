@@ -24,8 +24,7 @@ from ports import free_port
 
 from deepep_rt import Buffer, EPUnavailableError
 from deepep_rt.comm.consensus import Consensus
-from deepep_rt.comm.store import StoreCommunicator
-from deepep_rt.comm.store_values import pack
+from deepep_rt.comm.store import StoreCommunicator, pack
 from deepep_rt.config import Config
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")

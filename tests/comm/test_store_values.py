@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepep_rt.comm.store_values import pack, unpack
+from deepep_rt.comm.store import pack, unpack
 
 VALUES = [
     None, True, 0, -(2**70), 1.5, float("inf"), "text \U0001f600 \x1b", b"\x00\xff", (), [], {}, ((1, (2,)), ["a", b"b"]),

@@ -13,8 +13,7 @@ from mpi4py import MPI
 from spmd import TIMEOUT_S, main, raises
 
 from deepep_rt import EPTimeoutError, EPUnavailableError
-from deepep_rt.comm import rendezvous
-from deepep_rt.comm.consensus import Consensus
+from deepep_rt.comm.consensus import Consensus, timed_allgather
 from deepep_rt.comm.convert import communicator_of
 from deepep_rt.cuda import nvshmem as symmetric
 
@@ -64,11 +63,9 @@ def check_late_rank_of_a_timed_allgather(comm: MPI.Intracomm) -> None:
         return
     time.sleep(seconds(0.8) if rank == size - 1 else 0)
     with raises(EPTimeoutError, "a step"):
-        rendezvous.timed_allgather(ranks, (rank,), seconds(0.4), "a step", "all ranks to make it")
+        timed_allgather(ranks, (rank,), seconds(0.4), "a step", "all ranks to make it")
     comm.Barrier()
-    assert rendezvous.timed_allgather(ranks, (rank, 7), TIMEOUT_S, "a step", "all ranks to make it") == [
-        [other, 7] for other in range(size)
-    ]
+    assert timed_allgather(ranks, (rank, 7), TIMEOUT_S, "a step", "all ranks to make it") == [[other, 7] for other in range(size)]
 
 
 def check_consensus(comm: MPI.Intracomm) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from ... import _env
 from ...arrays.dtypes import DTYPES
 from ...comm.communicator import Communicator
-from ...comm.rendezvous import agree_on_measurement, begin_measurement
+from ...comm.consensus import agree_on_measurement, begin_measurement
 from ...cuda import driver
 from ...errors import EPError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import build

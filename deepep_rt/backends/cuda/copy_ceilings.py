@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ...comm.rendezvous import agree_on_measurement, begin_measurement
+from ...comm.consensus import agree_on_measurement, begin_measurement
 from ...cuda import driver
 from .runtime import CudaRuntime
 

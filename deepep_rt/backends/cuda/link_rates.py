@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from ...comm.communicator import Communicator
-from ...comm.consensus import Consensus
-from ...comm.rendezvous import begin_measurement
+from ...comm.consensus import Consensus, begin_measurement
 from ...config import Config
 from ...cuda import driver
 from ...cuda.symmetric_memory import SymmetricMemory
