@@ -212,7 +212,7 @@ def _hidden_gpus_hint(rank: int, num_gpus: int, num_here: int) -> str:
 
 
 class NvshmemMemory:
-    """A region of NVSHMEM's symmetric memory; see `symmetric_memory.SymmetricMemory`.
+    """A region of NVSHMEM's symmetric memory; see `transport.SymmetricMemory`.
 
     NVSHMEM allocates over its whole runtime. If the Buffer has fewer ranks, all other ranks of the runtime have to allocate the same size
     at the same time, for Buffers of their own.

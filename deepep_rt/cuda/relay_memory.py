@@ -11,11 +11,11 @@ from ..comm.timed_collectives import format_ranks
 from ..errors import EPError, EPTimeoutError
 from ..network import NetworkOptions
 from . import nvshmem
-from .symmetric_memory import SymmetricMemory
+from .transport import SymmetricMemory
 
 
 class RelayAllocator:
-    """Allocate such memory; see `symmetric_memory.SymmetricAllocator`.
+    """Allocate such memory; see `transport.SymmetricAllocator`.
 
     Args:
         node_size: Ranks of a node. With 1, no rank reads or writes the memory of another one, so the driver's memory suffices.
@@ -64,7 +64,7 @@ class RelayAllocator:
 
 
 class DriverMemory:
-    """Memory of the driver that no other rank addresses; see `symmetric_memory.SymmetricMemory`."""
+    """Memory of the driver that no other rank addresses; see `transport.SymmetricMemory`."""
 
     consensus: Consensus | None = None
 
@@ -102,7 +102,7 @@ def _numbered(ranks: Sequence[int], error: EPError) -> str:
 
 
 class HostMemory:
-    """NVSHMEM's memory over the ranks of this host; see `symmetric_memory.SymmetricMemory`. Ranks of other hosts have the address 0."""
+    """NVSHMEM's memory over the ranks of this host; see `transport.SymmetricMemory`. Ranks of other hosts have the address 0."""
 
     def __init__(self, comm: Communicator, num_bytes: int, timeout_s: float, ranks_per_node: int | None) -> None:
         here = comm.ranks_on_host()

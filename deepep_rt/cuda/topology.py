@@ -11,7 +11,7 @@ from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus
 from ..config import MAX_RANKS_PER_NODE, Config
 from ..errors import EPConfigError
-from .symmetric_memory import SymmetricAllocator
+from .transport import SymmetricAllocator
 
 _log = logging.getLogger("deepep_rt")
 

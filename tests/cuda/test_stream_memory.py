@@ -10,7 +10,7 @@ from stream_driver import FakeDriver
 
 from deepep_rt import EPOutOfMemoryError
 from deepep_rt.cuda import driver
-from deepep_rt.cuda.stream_memory import StreamPool
+from deepep_rt.cuda.stream_tracking import StreamPool
 
 
 def test_memory_released_in_a_capture_is_freed_later(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

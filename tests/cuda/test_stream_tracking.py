@@ -15,10 +15,10 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 from stream_driver import FakeDriver, Library, array_of, only_slots
 
 from deepep_rt.arrays.view import Framework
-from deepep_rt.cuda import driver, stream_memory, stream_tracking
+from deepep_rt.cuda import driver, stream_tracking
 from deepep_rt.cuda.pool import Pool
 from deepep_rt.cuda.slots import Slots
-from deepep_rt.cuda.stream_memory import StreamPool
+from deepep_rt.cuda.stream_tracking import StreamPool
 
 Take = Callable[..., Any]
 
@@ -30,7 +30,7 @@ def take(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
 
     def take_all(*how: Any) -> Any:
-        stream_memory._free_deferred(0)  # as if there were no memory left
+        stream_tracking._free_deferred(0)  # as if there were no memory left
         return stream_pool.allocate(*how)
 
     block_pool, slots, stream_pool = Pool(0, 1024), only_slots(fake, 1), StreamPool()
@@ -275,12 +275,16 @@ def test_readers_of_one_allocation_do_not_delay_another(fake: FakeDriver, kind: 
 
 @pytest.mark.parametrize(
     "held",
-    ["pool.Pool(0, 4096).allocate(1, 1, 2)", "slots.Slots(256, 0).acquire(1, 2)", "stream_memory.StreamPool().allocate(1, 1, 2)"],
+    [
+        "pool.Pool(0, 4096).allocate(1, 1, 2)",
+        "slots.Slots(256, 0).acquire(1, 2)",
+        "stream_tracking.StreamPool().allocate(1, 1, 2)",
+    ],
 )
 def test_allocations_die_silently_when_python_ends(held: str) -> None:
     code = f"""
 import sys
-from deepep_rt.cuda import driver, pool, slots, stream_memory
+from deepep_rt.cuda import driver, pool, slots, stream_tracking
 driver.allocate = driver.allocate_async = lambda *_: 4096
 driver.CurrentContext = lambda: None  # entering it raises
 sys.modules["keeper"] = {held}

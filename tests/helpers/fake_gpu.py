@@ -24,7 +24,7 @@ from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import network_memory
 from deepep_rt.comm import convert
 from deepep_rt.comm.timed_collectives import TimedCollectives
-from deepep_rt.cuda import captured_graph, driver, nvshmem, stream_memory
+from deepep_rt.cuda import captured_graph, driver, nvshmem, stream_tracking
 from deepep_rt.cuda import topology as placement
 from deepep_rt.jit import current_gpu, launch, loader, local_kernels
 
@@ -252,7 +252,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(cuda_backend, "choose_device", lambda *_: 0)
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, _Library())
     yield fake
-    stream_memory._deferred.clear()
+    stream_tracking._deferred.clear()
     assert not fake.outside_context
 
 

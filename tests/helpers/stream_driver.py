@@ -9,7 +9,7 @@ import pytest
 
 from deepep_rt import EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.arrays.view import Framework, View
-from deepep_rt.cuda import captured_graph, driver, stream_memory
+from deepep_rt.cuda import captured_graph, driver, stream_tracking
 from deepep_rt.cuda.slots import Slots
 
 DEVICE = 3
@@ -77,7 +77,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         return 1000 * fake.num_allocations + num_bytes
 
     monkeypatch.setattr(driver, "allocate", allocate)
-    stream_memory._deferred.clear()
+    stream_tracking._deferred.clear()
     return fake
 
 

@@ -20,8 +20,8 @@ from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import monitor, network_memory, runtime
 from deepep_rt.comm import convert
 from deepep_rt.config import Config
-from deepep_rt.cuda import driver, nvshmem, stream_memory, topology, transport
-from deepep_rt.cuda.stream_memory import StreamMemory
+from deepep_rt.cuda import driver, nvshmem, stream_tracking, topology, transport
+from deepep_rt.cuda.stream_tracking import StreamMemory
 from deepep_rt.jit import current_gpu, launch, loader, local_kernels
 from deepep_rt.network import Choice
 
@@ -89,7 +89,7 @@ class FakeDriver:
         patch(current_gpu, "context", lambda: id(self))
         patch(local_kernels, "_launcher", functools.cache(local_kernels._launcher.__wrapped__))
         patch(cuda_backend, "choose_device", lambda comm, *_: comm.Get_rank())
-        patch(stream_memory, "StreamMemory", _LastingMemory)
+        patch(stream_tracking, "StreamMemory", _LastingMemory)
         patch(nvshmem, "allocate", functools.partial(_SymmetricMemory, self))
         patch(nvshmem, "check_available", lambda: None)
         patch(cuda_backend, "RelayAllocator", lambda node_size: nvshmem)

@@ -18,8 +18,8 @@ from ...config import MAX_NODES, Config
 from ...cuda import driver, nvshmem
 from ...cuda.nics import line_rate, list_nics
 from ...cuda.relay_memory import RelayAllocator
-from ...cuda.symmetric_memory import SymmetricAllocator, SymmetricMemory
 from ...cuda.topology import choose_device
+from ...cuda.transport import SymmetricAllocator, SymmetricMemory
 from ...description import LinkRates
 from ...errors import EPOutOfMemoryError, EPUnavailableError
 from ...jit import current_gpu

@@ -10,7 +10,7 @@ from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus, begin_measurement
 from ...config import Config
 from ...cuda import driver
-from ...cuda.symmetric_memory import SymmetricMemory
+from ...cuda.transport import SymmetricMemory
 from ...description import LinkRates
 from ...kernels.layout import Layout
 from ..call_lock import CallLock

@@ -12,7 +12,7 @@ import numpy as np
 from ...comm.communicator import Communicator
 from ...comm.relay import Relay
 from ...cuda import driver
-from ...cuda.symmetric_memory import SymmetricMemory
+from ...cuda.transport import SymmetricMemory
 from ...kernels import structs
 from ...kernels.layout import Layout
 

@@ -14,8 +14,8 @@ from ...comm.communicator import Communicator
 from ...config import STAGE_BYTES
 from ...cuda import driver
 from ...cuda.slots import Slots
-from ...cuda.stream_memory import StreamPool
-from ...cuda.symmetric_memory import SymmetricMemory
+from ...cuda.stream_tracking import StreamPool
+from ...cuda.transport import SymmetricMemory
 from ...errors import EPDestroyedError
 from ...jit import build, loader
 from ...jit.build_together import build_together

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ...arrays.host_memory import Result
 from ...arrays.view import HOST, View
 from ...cuda import driver
-from ...cuda.stream_memory import StreamPool
+from ...cuda.stream_tracking import StreamPool
 from ...errors import EPInputError, EPOutOfMemoryError
 from ...results import Views
 
