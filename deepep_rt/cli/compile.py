@@ -22,10 +22,9 @@ from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableE
 from ..jit import build, compiler, current_gpu
 from ..jit.build_together import most_threads
 from ..jit.cache import KernelCache
-from ..kernels.kernel import Kernel
 from ..kernels.layout import Layout
 from ..kernels.source import kernel_constants
-from ..kernels.table import KERNELS
+from ..kernels.table import KERNELS, Kernel
 from ..kernels.tuning import has_fp8
 from ..network import TRANSPORTS
 from . import tables

@@ -15,8 +15,8 @@ from typing import Any
 from .. import _env
 from .._version import __version__
 from ..errors import EPCacheError
-from ..kernels.kernel import Kernel
 from ..kernels.source import NVSHMEM_CALLS, Constants, nvshmem_calls, prelude, source_dir, sources_of, unit, used_constants
+from ..kernels.table import Kernel
 from . import compiler, current_gpu, libraries
 from .cache import Entry, KernelCache
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from ..errors import EPError
-from ..kernels.kernel import Kernel
 from ..kernels.source import Constants
+from ..kernels.table import Kernel
 from . import build
 
 _log = logging.getLogger("deepep_rt")

@@ -12,8 +12,8 @@ import numpy as np
 from cuda.bindings import driver
 
 from ..cuda.driver import ok
-from ..kernels.kernel import Kernel
 from ..kernels.structs import offset
+from ..kernels.table import Kernel
 from .loader import LoadedKernel
 
 _FORMATS = {"u1": "B", "u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f"}

@@ -13,8 +13,8 @@ from cuda.bindings import driver
 from ..cuda import nvshmem
 from ..cuda.driver import ok, relaxed_capture_mode
 from ..errors import EPUnavailableError
-from ..kernels.kernel import Kernel
 from ..kernels.source import Constants
+from ..kernels.table import Kernel
 from . import current_gpu
 from .build import build
 from .libraries import nvrtc_version

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..kernels.kernel import Kernel
 from ..kernels.promises import Promise, loads_at_once
+from ..kernels.table import Kernel
 from ..kernels.tuning import has_overlap, has_tma
 from .cache_entry import Entry
 from .cubin import Function, read_function

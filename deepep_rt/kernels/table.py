@@ -1,13 +1,258 @@
-"""The kernel table. Each entry belongs to one .cu file of cuda_src with an entry point of the same name.
+"""The kernel table: what the library knows of each kernel, such as its file, its parameters, and the Buffers that can launch it.
 
-`local_table` has the entries of kernels that need no Buffer.
+Each entry belongs to one .cu file of cuda_src with an entry point of the same name. `LOCAL_KERNELS` work on arrays of one rank, without a
+Buffer.
 """
 
 from __future__ import annotations
 
-from ..arrays.compressed_rows import COMPRESSIONS
-from .kernel import Kernel
-from .local_table import LOCAL_KERNELS
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
+from ..arrays.dtypes import FP8_GROUP
+from ..config import MAX_NODES, MAX_RANKS_PER_NODE, Config
+from ..statistics import CALL_KINDS
+from .structs import CStruct
+
+_CALL_KINDS = {
+    "route": CALL_KINDS.index("dispatch"),
+    "dispatch": CALL_KINDS.index("dispatch"),
+    "combine": CALL_KINDS.index("combine"),
+    "combine_choices": CALL_KINDS.index("combine"),
+    "ll_dispatch": CALL_KINDS.index("low_latency_dispatch"),
+    "ll_combine": CALL_KINDS.index("low_latency_combine"),
+    "ll_combine_large": CALL_KINDS.index("low_latency_combine"),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel.
+
+    Attributes:
+        name: Name of its file and of its entry point.
+        params: Members of its Params.
+        threads: Constant with the threads of a block.
+        folder: Folder of its file in cuda_src.
+        shared: Constant with the bytes of dynamic shared memory.
+        per_dtype: Whether it is compiled once for each element type of combine.
+        is_local: Whether it works on arrays of one rank without a Buffer (jit/launch.py).
+        compression: The form of a combine's rows on the way, one of `COMPRESSIONS`. None: they travel as they are.
+        needs_fp8: Whether it needs a GPU that converts to FP8.
+        low_latency: Whether it needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM.
+        over_nodes: Whether it serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node.
+        scale_up_only: Whether all ranks must reach each other directly.
+        overlaps: Whether it may start while its predecessor ends. Its source waits for it before it uses
+            what it writes (common/memory.cuh).
+        max_stack_bytes: Its declared stack frame. CI fails if the frame is larger or registers spill.
+    """
+
+    name: str
+    params: str
+    threads: str
+    folder: str = ""
+    shared: str | None = None
+    per_dtype: bool = False
+    compression: str | None = None
+    is_local: bool = False
+    needs_fp8: bool = False
+    low_latency: bool = False
+    over_nodes: bool = False
+    scale_up_only: bool = False
+    overlaps: bool = False
+    max_stack_bytes: int = 0
+
+    def fits(self, config: Config) -> bool:
+        """Return whether a Buffer of these sizes can launch the kernel."""
+        if self.compression and config.hidden % (LOW_LATENCY_CHANNELS if self.low_latency else FP8_GROUP):
+            return False
+        if self.over_nodes:
+            return config.has_network and config.num_nodes <= MAX_NODES and config.node_size <= MAX_RANKS_PER_NODE
+        if not self.low_latency:
+            return not config.has_network and config.num_ranks <= MAX_RANKS_PER_NODE
+        return config.fits_low_latency and not (self.scale_up_only and config.has_network)
+
+    def links_nvshmem(self, constants: Mapping[str, int]) -> bool:
+        """Return whether the kernel, compiled with these constants, contains NVSHMEM's device library."""
+        if not (self.low_latency or self.over_nodes):
+            return False
+        return constants["kRanksPerNode"] < constants["kNumRanks"] and not constants["kHasRelay"]
+
+    @property
+    def call_kind(self) -> int:
+        """The number in `CALL_KINDS` of the calls that the kernel is a part of; -1: of none."""
+        return _CALL_KINDS.get(self.name.removesuffix(f"_{self.compression}").removesuffix("_nodes"), -1)
+
+    @property
+    def source(self) -> str:
+        """The file with the kernel's entry point, relative to the folder of the CUDA sources."""
+        return f"{self.folder}/{self.name}.cu" if self.folder else f"{self.name}.cu"
+
+    @property
+    def struct(self) -> CStruct:
+        return CStruct("Params", self.params)
+
+
+LOCAL_KERNELS = (
+    Kernel(
+        "fp8_encode",
+        """
+    u64 x;                  // [num_groups, 128]
+    u64 out;                // [num_groups, 128] e4m3
+    u64 scales;             // [num_groups] float32, or u8 (use_ue8m0)
+    i64 num_groups;
+    i32 round_scale;        // scales are powers of two
+    i32 use_ue8m0;          // and become their exponents
+""",
+        folder="elementwise",
+        threads="kLocalThreads",
+        per_dtype=True,
+        is_local=True,
+        needs_fp8=True,
+    ),
+    Kernel(
+        "fp8_decode",
+        """
+    u64 x;                  // [num_rows, num_channels] e4m3
+    u64 scales;             // [num_rows, num_channels / 128] float32
+    u64 out;                // [num_rows, num_channels]
+    u64 num_kept;           // int32, or 0: all rows
+    i64 num_rows;
+    i32 num_channels;
+""",
+        folder="elementwise",
+        threads="kLocalThreads",
+        per_dtype=True,
+        is_local=True,
+        needs_fp8=True,
+    ),
+    Kernel(
+        "zero_padding",
+        """
+    u64 x;                  // [num_rows, row_bytes]
+    u64 out;                // the same, or the same memory
+    u64 num_kept;           // int32
+    i64 num_rows;
+    i64 row_bytes;
+""",
+        folder="elementwise",
+        threads="kLocalThreads",
+        is_local=True,
+    ),
+    Kernel(
+        "expert_positions",
+        """
+    u64 topk_idx;           // [capacity, num_topk] int32 or int64: local experts of the rows by token; -1: none
+    u64 src_idx;            // [capacity, 2] int32: source rank and source token of the rows by token
+    u64 num_recv;           // int32: rows by token that arrived
+    u64 num_per_expert;     // [num_experts] int32: choices of each expert, aligned up
+    u64 positions;          // out: [capacity, num_topk] int32, the row of each choice; -1: none
+    u64 offsets;            // out: [num_experts + 1] int32, the first row of each expert, and the end
+    u64 ends;               // out: [num_experts] int32, the end of an expert's rows without padding; -1: they did not arrive
+    u64 totals;             // out: [2] int32, rows with their padding, dropped ones too; rows by token
+    u64 sources;            // out: [capacity, 2] int32, a copy of src_idx
+    u64 progress;           // of the blocks; zero before the first launch
+    u64 block_counts;       // [kPositionBlocks, num_experts] u64: the choices of each block, with the epoch
+    i32 idx_bytes;          // 4 or 8
+    i32 num_topk;
+    i32 num_experts;        // of this rank
+    i32 alignment;
+    i32 capacity;           // rows by token that fit
+    i32 num_rows;           // rows that fit; -1: all
+""",
+        folder="experts",
+        threads="kPositionThreads",
+        is_local=True,
+        overlaps=True,
+    ),
+    Kernel(
+        "expand_rows",
+        """
+    u64 x;                  // rows by token, [., row_bytes]
+    u64 scales;             // [., scale_words] words of 4 bytes, or 0
+    u64 topk_weights;       // [., num_topk] float32, or 0
+    u64 src_idx;            // [., 2] int32
+    u64 positions;          // these four of expert_positions
+    u64 offsets;
+    u64 ends;
+    u64 totals;
+    u64 out_x;              // [num_rows, row_bytes]
+    u64 out_scales;         // [num_rows, scale_words], or [scale_words, scale_stride]
+    u64 out_weights;        // [num_rows] float32
+    u64 out_src_idx;        // [num_rows, 3] int32: source rank, source token, choice; -1 in padding
+    u64 out_experts;        // [num_rows] int32; -1 in padding
+    u64 out_offsets;        // [num_experts + 1] int32
+    u64 out_num_recv;       // [1] int32
+    i64 row_bytes;
+    i32 scale_words;        // of a row
+    i32 scale_stride;       // from one column of scales to the next; 0: scales lie by row
+    i32 num_topk;
+    i32 num_experts;
+    i32 num_rows;
+    i32 zero_padding;
+""",
+        folder="experts",
+        threads="kLocalThreads",
+        is_local=True,
+        overlaps=True,
+    ),
+    Kernel(
+        "sum_expert_rows",
+        """
+    u64 x;                  // [., row_bytes] rows expert by expert
+    u64 weights;            // a float32 for each of these rows, or 0
+    u64 positions;          // [., num_topk] int32, of expert_positions
+    u64 totals;             // of expert_positions
+    u64 out;                // rows by token, [., row_bytes]
+    u64 out_weights;        // [., num_topk] float32, or 0: rows are multiplied by their weights
+    i64 row_bytes;
+    i32 num_topk;
+    i32 choice;             // the only choice whose rows count; -1: all count
+""",
+        folder="experts",
+        threads="kLocalThreads",
+        per_dtype=True,
+        is_local=True,
+    ),
+    Kernel(
+        "add_choice",
+        """
+    u64 x;                  // [num_tokens, row_bytes] the row of the choice of each token, or zeros
+    u64 weights;            // [num_tokens, num_topk] float32, or 0: rows are not multiplied
+    u64 sums;               // [num_tokens, channels] float32: of the choices so far; not read for choice 0
+    u64 bias_0;             // [num_tokens, row_bytes], or 0
+    u64 bias_1;
+    u64 out;                // [num_tokens, row_bytes]; 0: more choices follow, and the sums go back to `sums`
+    i64 num_tokens;
+    i64 row_bytes;
+    i32 num_topk;
+    i32 choice;
+""",
+        folder="experts",
+        threads="kLocalThreads",
+        per_dtype=True,
+        is_local=True,
+    ),
+    Kernel(
+        "dispatch_layout",
+        """
+    u64 topk_idx;           // [num_tokens, num_topk] int32 or int64
+    u64 per_rank;           // [num_ranks] int32: added to
+    u64 per_expert;         // [num_experts] int32: added to
+    u64 is_in_rank;         // [num_tokens, num_ranks] u8: 1 if the rank holds an expert of the token
+    i32 idx_bytes;          // 4 or 8
+    i32 num_tokens;
+    i32 num_topk;
+    i32 num_experts;
+    i32 num_ranks;
+""",
+        folder="elementwise",
+        threads="kLocalThreads",
+        is_local=True,
+    ),
+)
+
 
 _COMMON = """
     u64 peers[kNumRanks];   // address of each rank's symmetric memory on this rank

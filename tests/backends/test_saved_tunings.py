@@ -13,7 +13,7 @@ import pytest
 from deepep_rt import CopyShape, Tuning, TuningResult
 from deepep_rt.backends import saved_tunings
 from deepep_rt.config import Config
-from deepep_rt.kernels.copy_shapes import shapes_to_try
+from deepep_rt.kernels.tuning import shapes_to_try
 
 GPUS = ["NVIDIA H100 80GB HBM3 (sm_90)"] * 4
 

@@ -37,11 +37,10 @@ from deepep_rt.errors import EPCompileError, EPUnavailableError
 from deepep_rt.jit import build, compiler, disassembler, libraries
 from deepep_rt.jit.cache import SUFFIX, KernelCache
 from deepep_rt.kernels import promises
-from deepep_rt.kernels.kernel import Kernel
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.promises import Promise
 from deepep_rt.kernels.source import kernel_constants
-from deepep_rt.kernels.table import KERNELS
+from deepep_rt.kernels.table import KERNELS, Kernel
 
 ONE_NODE = {name: kernel for name, kernel in KERNELS.items() if not kernel.over_nodes}
 """The kernels that the commands compile unless nodes are declared."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deepep_rt.kernels.kernel import Kernel
+from deepep_rt.kernels.table import Kernel
 
 TINY = Kernel("tiny", "    u64 out;\n    i32 count[kNumRanks];\n", threads="kTinyThreads", shared="kTinyShared")
 CONSTANTS = {

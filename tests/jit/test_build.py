@@ -24,10 +24,9 @@ from deepep_rt.config import Config
 from deepep_rt.jit import build, compiler, current_gpu, libraries
 from deepep_rt.jit.cache import SUFFIX, KernelCache
 from deepep_rt.kernels import structs
-from deepep_rt.kernels.kernel import Kernel
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import kernel_constants, source_dir
-from deepep_rt.kernels.table import KERNELS
+from deepep_rt.kernels.table import KERNELS, Kernel
 
 
 def _key(sources: Path, arch: str = "sm_90", **constants: int) -> str:
@@ -39,7 +38,7 @@ import json, os, sys, time
 from dataclasses import replace
 from pathlib import Path
 from deepep_rt.jit import build, compiler
-from deepep_rt.kernels.kernel import Kernel
+from deepep_rt.kernels.table import Kernel
 folder, go, params, constants = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 kernel = Kernel("tiny", params, threads="kTinyThreads", shared="kTinyShared")
 compiler.known_archs()

@@ -16,10 +16,9 @@ from deepep_rt import EPCompileError
 from deepep_rt.config import Config
 from deepep_rt.jit import build, compiler
 from deepep_rt.jit.build_together import build_together
-from deepep_rt.kernels.kernel import Kernel
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import Constants, kernel_constants
-from deepep_rt.kernels.table import KERNELS
+from deepep_rt.kernels.table import KERNELS, Kernel
 
 Request = tuple[Kernel, Constants]
 CONFIG = Config(

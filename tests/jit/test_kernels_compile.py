@@ -16,10 +16,9 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cu
 from deepep_rt import EPUnavailableError
 from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.jit import build, compiler
-from deepep_rt.kernels.kernel import Kernel
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import kernel_constants
-from deepep_rt.kernels.table import KERNELS
+from deepep_rt.kernels.table import KERNELS, Kernel
 
 CONFIG = Config(num_ranks=8, num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=256)
 VARIANTS = [(kernel, dtype) for kernel in KERNELS for dtype in (COMBINE_DTYPES if KERNELS[kernel].per_dtype else [None])]

@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cu
 from tiny_kernel import CONSTANTS, TINY
 
 from deepep_rt.jit import build, current_gpu, loader
-from deepep_rt.kernels.kernel import Kernel
+from deepep_rt.kernels.table import Kernel
 
 
 def test_load_is_a_lookup_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepep_rt.kernels import source_file
-from deepep_rt.kernels.source_file import read_source
+from deepep_rt.kernels import source
+from deepep_rt.kernels.source import read_source
 
 _LONG_AGO_NS = 1_600_000_000_000_000_000
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(source_file, "_known", {})
+    monkeypatch.setattr(source, "_known", {})
     path = tmp_path / "tiny.cu"
     _write(path, '#include "common/wait.cuh"\n  # include "a.cuh"\n#include <b>\nint kFactor = 7;')
     return path
@@ -43,7 +43,7 @@ def test_what_a_file_holds(path: Path) -> None:
 
 
 def test_a_settled_file_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_file, "_SETTLED_NS", -(10**12))  # ctime cannot be set
+    monkeypatch.setattr(source, "_SETTLED_NS", -(10**12))  # ctime cannot be set
     read = _count_reads(monkeypatch)
     assert read_source(str(path)) is read_source(str(path))
     assert read == [path]
@@ -55,7 +55,7 @@ def test_a_settled_file_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_change_that_no_clock_shows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two changes within a tick of the file system's clock leave the same stamp. So a new file is read each time."""
     status = os.stat(path)
-    monkeypatch.setattr(source_file, "os", SimpleNamespace(stat=lambda _: status))
+    monkeypatch.setattr(source, "os", SimpleNamespace(stat=lambda _: status))
     assert "7" in read_source(str(path)).words
     _write(path, path.read_text().replace("7", "8"))
     assert "8" in read_source(str(path)).words

@@ -10,11 +10,18 @@ from hypothesis import given
 
 from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.config import COMBINE_DTYPES, Config, rows_per_copy
-from deepep_rt.kernels.copy_shapes import copy_constants, is_possible, shapes_to_try, stage_bytes, usual_shape
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import kernel_constants, used_constants
 from deepep_rt.kernels.table import KERNELS
-from deepep_rt.kernels.tuning import combine_constants, tuning
+from deepep_rt.kernels.tuning import (
+    combine_constants,
+    copy_constants,
+    is_possible,
+    shapes_to_try,
+    stage_bytes,
+    tuning,
+    usual_shape,
+)
 from deepep_rt.tuned import CALLS, CopyShape
 
 NAMES = (

@@ -10,7 +10,7 @@ import pytest
 
 from deepep_rt.backends.cuda import autotune
 from deepep_rt.cuda import driver
-from deepep_rt.kernels.copy_shapes import shapes_to_try
+from deepep_rt.kernels.tuning import shapes_to_try
 from deepep_rt.tuned import CALLS
 from tests.kernels_on_cpu.machine import Machine
 from tests.kernels_on_cpu.rounds import assert_same, inputs_of, throughput_rounds

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import kept
 
-from deepep_rt.kernels.kernel import Kernel
+from deepep_rt.kernels.table import Kernel
 
 from . import translate
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deepep_rt.kernels import source as sources
-from deepep_rt.kernels.kernel import Kernel
+from deepep_rt.kernels.table import Kernel
 
 _SETUP = ("setp", "selp", "mov.b32", ".reg")  # helpers around the main instruction of a piece of PTX
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")

@@ -29,10 +29,9 @@ from ...cuda import driver
 from ...errors import EPError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import build
 from ...jit.launch import PreparedLaunch
-from ...kernels.copy_shapes import shapes_to_try
 from ...kernels.source import kernel_constants
 from ...kernels.table import KERNELS
-from ...kernels.tuning import has_tma
+from ...kernels.tuning import has_tma, shapes_to_try
 from ...tuned import CALLS, CopyShape, TuningResult, TuningRow, choose
 from .. import saved_tunings
 from .row_mover import RowMover

@@ -30,7 +30,7 @@ from deepep_rt import (
 from deepep_rt.backends import saved_tunings
 from deepep_rt.backends.cuda import autotune
 from deepep_rt.cuda import driver
-from deepep_rt.kernels.copy_shapes import shapes_to_try
+from deepep_rt.kernels.tuning import shapes_to_try
 
 __all__ = ["fake", "make"]
 

@@ -15,7 +15,7 @@ from fake_gpu import Array, FakeGpu, fake, make, routed
 
 from deepep_rt import EPInputError, EPTimeoutError, EPUnavailableError
 from deepep_rt.jit import launch
-from deepep_rt.kernels.local_table import LOCAL_KERNELS
+from deepep_rt.kernels.table import LOCAL_KERNELS
 
 __all__ = ["fake", "make"]
 

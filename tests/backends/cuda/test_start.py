@@ -20,7 +20,7 @@ from paths import pythonpath
 
 from deepep_rt.backends.cuda import runtime
 from deepep_rt.jit import build, compiler, loader
-from deepep_rt.kernels import source, source_file
+from deepep_rt.kernels import source
 from deepep_rt.kernels.table import KERNELS
 
 __all__ = ["fake", "make"]
@@ -46,12 +46,12 @@ def test_a_first_buffer_reads_each_source_once(
 ) -> None:
     """Kernels share their headers. They had been read and searched for each kernel anew, which took most of a Buffer's time."""
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(source_file, "_known", {})
-    monkeypatch.setattr(source_file, "_SETTLED_NS", 0)  # a developer may have saved a source just now
+    monkeypatch.setattr(source, "_known", {})
+    monkeypatch.setattr(source, "_SETTLED_NS", 0)  # a developer may have saved a source just now
     compiled: list[str] = []
     monkeypatch.setattr(compiler, "compile_unit", lambda unit, name, *_: compiled.append(name) or (b"\x7fELF", ""))
     searched: Counter[str] = Counter()
-    monkeypatch.setattr(source_file, "words_of", lambda text: searched.update([text]) or frozenset(text.split()))
+    monkeypatch.setattr(source, "words_of", lambda text: searched.update([text]) or frozenset(text.split()))
     found: list[str] = []
 
     def load(kernel: Any, constants: Any, arch: str) -> Any:
@@ -63,7 +63,7 @@ def test_a_first_buffer_reads_each_source_once(
     with make(low_latency=True):
         assert sorted(compiled) == sorted(found), "threads compile them in any order"
         assert {"route", "dispatch", "combine", "ll_dispatch", "ll_combine"} <= set(found)
-    for counts in (source_file._known, opened, searched):  # as in a process that finds its kernels in the cache
+    for counts in (source._known, opened, searched):  # as in a process that finds its kernels in the cache
         counts.clear()
     compiled.clear()
     with make(low_latency=True):
