@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .dtypes import DTYPES
+from .dtypes import DTYPES, FP8_GROUP, to_fp8, to_ue8m0
 from .view import HOST, Framework, View, host_bytes
 
 _ALIGNMENT = 64  # JAX adopts host memory only with this alignment
@@ -68,3 +68,21 @@ def from_float32(values: np.ndarray, dtype: str, rows: np.ndarray) -> None:
     rows.view(np.uint16)[...] = np.where(
         np.isnan(values), 0x7FFF, rounded
     )  # 0x7FFF is the only NaN that a GPU's conversion gives
+
+
+def fp8_rows(x: View, round_scale: bool, use_ue8m0: bool) -> tuple[View, View]:
+    """Convert rows to float8_e4m3fn; return them and their scales.
+
+    Args:
+        x: `[n, hidden]` of a type that combine takes.
+        round_scale: Make the scales powers of two.
+        use_ue8m0: Return such scales as their 8-bit exponents.
+    """
+    codes, factors = to_fp8(to_float32(rows_of(x), x.dtype), round_scale)
+    if use_ue8m0:
+        factors = to_ue8m0(factors)
+    rows = Result(x.shape, "float8_e4m3fn")
+    rows.rows[...] = codes
+    scales = Result((x.shape[0], x.shape[1] // FP8_GROUP), factors.dtype.name)
+    scales.values[...] = factors
+    return rows.view(x.framework), scales.view(x.framework)

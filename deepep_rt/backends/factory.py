@@ -73,7 +73,7 @@ def _make(
 
 def _host_backend(comm: Communicator, config: Config, serial: int, hosts: tuple[str, ...]) -> Backend:
     from .host.backend import HostBackend
-    from .host.link_rates import measure_links
+    from .host.statistics import measure_links
 
     transport = Choice(comm.transport_name, "the host backend sends messages")
     path = None

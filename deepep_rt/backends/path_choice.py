@@ -1,20 +1,27 @@
-"""The choice of the path between nodes, from rates of links and the rows that a token is expected to cause."""
+"""The choice of the path between nodes, from rates of links and the rows that a token is expected to cause.
+
+The expected traffic of a token is pure arithmetic. Experts are drawn without replacement, and every expert is equally likely. With groups,
+a router first takes the nodes of the token's best experts, and then the best experts of those nodes (DeepSeek-V3 calls this group-limited
+routing). Measured rates are kept on disk by topology, next to the compiled kernels.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _env
+from .._documents import has_fields
 from ..comm.communicator import Communicator
 from ..config import Config
 from ..description import BufferDescription, LinkRates
 from ..errors import EPConfigError
 from ..network import Choice
-from ..traffic import expected_traffic
-from . import saved_rates
+from .saved_files import SavedFiles
 
 Measure = Callable[[Communicator, Config], LinkRates]
 """Measures the links of all ranks at the same time, and returns the same rates on all of them. Collective."""
@@ -26,6 +33,129 @@ _FAR_BYTES_PER_S = {"nvshmem": 43e9, "mpi": 1.5e9}  # a NIC of 400 Gb/s, and a r
 _FAR_LATENCY_S = {"nvshmem": 25e-6, "mpi": 100e-6}
 _RELAY_ON_ONE_HOST = 3.3e9  # bytes a second through shared memory
 _LINE_SHARE = 0.86  # of a NIC's line rate, that rows reach
+
+
+class Traffic(NamedTuple):
+    """The places that one token is expected to reach. Places count once, however many of the token's experts they hold.
+
+    Attributes:
+        nodes: Nodes, the token's own node included if it holds an expert of the token.
+        ranks: Ranks, the token's own rank included.
+        num_nodes: Nodes of the job.
+    """
+
+    nodes: float
+    ranks: float
+    num_nodes: int
+
+    @property
+    def far_nodes(self) -> float:
+        """Other nodes than the token's own. By symmetry, each node of the token is its own one with a chance of 1 in `num_nodes`."""
+        return self.nodes * (1 - 1 / self.num_nodes)
+
+    @property
+    def far_ranks(self) -> float:
+        """Ranks on other nodes than the token's own."""
+        return self.ranks * (1 - 1 / self.num_nodes)
+
+    @property
+    def near_ranks(self) -> float:
+        """Ranks on the token's own node."""
+        return self.ranks / self.num_nodes
+
+
+@functools.lru_cache(maxsize=256)
+def expected_traffic(num_nodes: int, node_size: int, num_topk: int, num_experts: int, num_groups: int | None = None) -> Traffic:
+    """Compute the expected numbers of nodes and ranks that a token goes to.
+
+    Args:
+        num_nodes: Nodes of the job.
+        node_size: Ranks of a node.
+        num_topk: Experts of a token.
+        num_experts: Experts over all ranks, a multiple of the ranks.
+        num_groups: Most nodes that a token may go to. Default: all of them.
+
+    Returns:
+        The expected numbers.
+
+    Raises:
+        EPConfigError: if the experts cannot be divided by the ranks, or if there are too few of them for a token.
+
+    Example:
+        >>> traffic = expected_traffic(2, 8, num_topk=8, num_experts=256)
+        >>> round(traffic.far_nodes, 3), round(traffic.far_ranks, 3)
+        (0.997, 3.262)
+    """
+    num_ranks = num_nodes * node_size
+    if num_experts % num_ranks:
+        raise EPConfigError(
+            f"num_experts={num_experts}; expected a multiple of the {num_ranks} ranks. Choose another number of experts or nodes."
+        )
+    node_experts, rank_experts = num_experts // num_nodes, num_experts // num_ranks
+    groups = min(num_groups or num_nodes, num_nodes)
+    if groups * node_experts < num_topk:
+        raise EPConfigError(
+            f"num_topk={num_topk}; expected at most the {groups * node_experts} experts of {groups} nodes. Choose more groups or experts."
+        )
+    nodes = ranks = 0.0
+    for counts, chance in _choices_by_node(num_nodes, node_experts, num_topk, groups).items():
+        nodes += chance * len(counts)
+        ranks += chance * sum(_distinct(node_size, rank_experts, count) for count in counts)
+    return Traffic(nodes, ranks, num_nodes)
+
+
+def _choices_by_node(num_nodes: int, node_experts: int, num_topk: int, groups: int) -> dict[tuple[int, ...], float]:
+    """Compute the chance of each split of a token's choices over nodes. A split lists the choices of each chosen node, in falling order.
+
+    The best expert comes first, then the next one. Until `groups` nodes hold a choice, the next expert is any other one. From then
+    on, it is one of those nodes. The nodes of the best experts are thereby the first `groups` nodes that appear.
+    """
+    splits: dict[tuple[int, ...], float] = {(): 1.0}
+    for drawn in range(num_topk):
+        later: dict[tuple[int, ...], float] = {}
+        for split, chance in splits.items():
+            is_open = len(split) < groups
+            left = (num_nodes if is_open else groups) * node_experts - drawn
+            for i, count in enumerate(split):
+                _add(later, (*split[:i], count + 1, *split[i + 1 :]), chance * (node_experts - count) / left)
+            if is_open:
+                _add(later, (*split, 1), chance * (num_nodes - len(split)) * node_experts / left)
+        splits = later
+    return splits
+
+
+def _add(chances: dict[tuple[int, ...], float], split: tuple[int, ...], chance: float) -> None:
+    if chance > 0:  # a node whose experts are all taken
+        key = tuple(sorted(split, reverse=True))
+        chances[key] = chances.get(key, 0.0) + chance
+
+
+def _distinct(num_ranks: int, rank_experts: int, drawn: int) -> float:
+    """Return the expected number of ranks that hold at least one of `drawn` experts of a node."""
+    total = num_ranks * rank_experts
+    return num_ranks * (1 - math.comb(total - rank_experts, drawn) / math.comb(total, drawn))
+
+
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and 1e-12 < value < 1e18  # of seconds and of bytes a second
+
+
+_RATES = has_fields(dict.fromkeys((field.name for field in dataclasses.fields(LinkRates)), _is_rate))
+_FILES = SavedFiles("links", "measured rates", "topology", {"topology": lambda value: True, "rates": _RATES})
+
+
+def load_rates(topology: Mapping[str, Any]) -> LinkRates | None:
+    """Return the saved rates of a topology, or None. A file that another user may have written is ignored, with a message in the log."""
+    return _FILES.load(topology, _parse_rates)
+
+
+def save_rates(topology: Mapping[str, Any], rates: LinkRates) -> None:
+    """Write the rates of a topology. If that fails, the next Buffer measures again."""
+    _FILES.save(topology, {"rates": dataclasses.asdict(rates)})
+
+
+def _parse_rates(document: dict[str, Any]) -> LinkRates:
+    return LinkRates(**{name: float(value) for name, value in document["rates"].items()})
 
 
 def usual_rates(transport: str, num_hosts: int, line_rate: float = 0.0) -> LinkRates:
@@ -124,7 +254,7 @@ def agree_on_path(
         elif measure is not None:
             rates, origin = measure(comm, config), "measured now"
             if is_first:
-                saved_rates.save(topology, rates)
+                save_rates(topology, rates)
     choice = tuple(choose_path(config, rates or usual, origin)) if is_first else None
     return AgreedPath(Choice(*comm.bcast(choice)), rates)
 
@@ -134,7 +264,7 @@ def _saved(comm: Communicator, topology: Mapping[str, Any]) -> LinkRates | None:
     values, problem = None, ""
     if comm.Get_rank() == 0:
         try:
-            values = None if _env.remeasure() else saved_rates.load(topology)
+            values = None if _env.remeasure() else load_rates(topology)
         except EPConfigError as error:
             problem = str(error)
     values, problem = comm.bcast((values and dataclasses.astuple(values), problem))

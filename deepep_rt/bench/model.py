@@ -1,6 +1,6 @@
 """Predict times of calls over several nodes from figures of the links, like LogGP (latency, gap of a message, time of a byte).
 
-With T tokens a rank, rows of b bytes, and the expected places of a token from `deepep_rt.traffic`, a call takes
+With T tokens a rank, rows of b bytes, and the expected places of a token from `backends.path_choice`, a call takes
 
     one node                       L_near + T * ranks * b / B_near
     several nodes, hierarchical    L_far + L_near + max(T * far_nodes * b / B_far, T * ranks * b / B_near, messages * g)
@@ -30,9 +30,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..backends.path_choice import Traffic, expected_traffic
 from ..errors import EPConfigError
 from ..kernels.nodes_layout import usual_chunk_tokens
-from ..traffic import Traffic, expected_traffic
 from .results import Sizes, low_latency_rows, row_bytes, throughput_rows
 
 CALLS = {"dispatch": "fp8", "combine": "bf16"}

@@ -1,4 +1,4 @@
-"""`path_choice` and `saved_rates`: the path between nodes, from measured or usual rates."""
+"""`path_choice`: the path between nodes, from measured or usual rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from memory_store import make_ranks, on_all, outcome
 
 from deepep_rt import EPConfigError, LinkRates
-from deepep_rt.backends import saved_rates
+from deepep_rt.backends import path_choice
 from deepep_rt.backends.path_choice import AgreedPath, agree_on_path, call_times, choose_path, usual_rates
 from deepep_rt.config import Config
 
@@ -152,32 +152,32 @@ def test_a_wrong_variable_on_rank_0_is_an_error_on_all_ranks(folder: Path, monke
     ],
 )
 def test_other_files_are_ignored(folder: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
-    saved_rates.save(TOPOLOGY, RATES)
-    assert saved_rates.load(TOPOLOGY) == RATES
+    path_choice.save_rates(TOPOLOGY, RATES)
+    assert path_choice.load_rates(TOPOLOGY) == RATES
     (file,) = folder.iterdir()
     file.write_text(text)
-    assert saved_rates.load(TOPOLOGY) is None
+    assert path_choice.load_rates(TOPOLOGY) is None
     assert f"{file} is ignored: it is not one that this version wrote" in caplog.text
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_files_that_others_may_write_are_ignored(folder: Path, caplog: pytest.LogCaptureFixture, is_folder: bool) -> None:
-    saved_rates.save(TOPOLOGY, RATES)
+    path_choice.save_rates(TOPOLOGY, RATES)
     (file,) = folder.iterdir()
     (folder if is_folder else file).chmod(0o777)
-    assert saved_rates.load(TOPOLOGY) is None
+    assert path_choice.load_rates(TOPOLOGY) is None
     assert "every user may write it" in caplog.text
 
 
 def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    saved_rates.save(TOPOLOGY, RATES)
+    path_choice.save_rates(TOPOLOGY, RATES)
     (file,) = folder.iterdir()
     os.replace(file, tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert saved_rates.load(TOPOLOGY) is None
+    assert path_choice.load_rates(TOPOLOGY) is None
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, tmp_path: Path) -> None:
     folder.write_text("a file")
-    saved_rates.save(TOPOLOGY, RATES)
-    assert saved_rates.load(TOPOLOGY) is None
+    path_choice.save_rates(TOPOLOGY, RATES)
+    assert path_choice.load_rates(TOPOLOGY) is None

@@ -34,7 +34,7 @@ FILES = {
 LAYERS = [
     "errors _version _shim _env _checks _console _documents _finalizers _install",
     "arrays",
-    "config network traffic description statistics tuned",
+    "config network description statistics tuned",
     "results",
     "comm",
     "kernels",

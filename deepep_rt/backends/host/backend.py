@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.host_memory import fp8_rows
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
 from ...comm.consensus import COPY_CEILING, agree_on_measurement
@@ -43,7 +44,6 @@ from ..overflow import OverflowLog
 from ..prepared_calls import OrdinaryLowLatency, OrdinaryThroughput
 from ..purposes import Purposes
 from .expert_rows import ExpertRows
-from .fp8_rows import convert
 from .handle_tables import HostHandleTables
 from .headers import CallAgreement
 from .low_latency import LowLatency
@@ -98,7 +98,7 @@ class HostBackend:
         """Send rows to the ranks of their experts; see `Buffer.dispatch`."""
         with self._call("dispatch"):
             if inputs.use_fp8:
-                x, scales = convert(inputs.x, inputs.round_scale, inputs.use_ue8m0)
+                x, scales = fp8_rows(inputs.x, inputs.round_scale, inputs.use_ue8m0)
                 inputs = replace(inputs, x=x, scales=scales)
             handle, views = (self._expert_rows if inputs.layout == "expert" else self._throughput).dispatch(inputs)
         return DispatchResult(handle=handle, event=Event(), make_views=lambda: views)

@@ -9,9 +9,8 @@ from ...arrays.view import Framework, View, host_bytes
 from ...results import DispatchHandle, LowLatencyHandle
 from ..base import Entries
 from ..calls import BufferInfo
-from .expert_routing import ExpertRouting, new_expert_routing
 from .expert_rows import RowsByExpert
-from .routing import Routing
+from .routing import ExpertRouting, Routing, new_expert_routing
 
 _NUM_PER_RANK = 4  # num_received, first_row, number of sent_tokens, num_chosen
 

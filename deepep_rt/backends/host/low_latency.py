@@ -13,17 +13,15 @@ import time
 
 import numpy as np
 
-from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
+from ...arrays.host_memory import Result, fp8_rows, from_float32, rows_of, to_float32, values_of
 from ...arrays.view import Framework, View, host_bytes
 from ...errors import EPInputError
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from ..calls import BufferInfo, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyMemory
 from ..hooks import Hooks, check_hook_called
 from ..overflow import OverflowLog
-from .expert_routing import ExpertRouting, new_expert_routing
-from .fp8_rows import convert
 from .handle_tables import HostHandleTables
-from .routing import Routing
+from .routing import ExpertRouting, Routing, new_expert_routing
 from .throughput import Throughput
 
 
@@ -56,7 +54,7 @@ class LowLatency:
     def dispatch(self, inputs: LowLatencyDispatchInputs, with_hook: bool) -> LowLatencyDispatchResult:
         """Send tokens to their experts; with a hook, the results are written when it is called."""
         self._hooks.dispatch.check_can_start(with_hook)
-        x, scales = convert(inputs.x, inputs.round_scale, inputs.use_ue8m0) if inputs.use_fp8 else (inputs.x, None)
+        x, scales = fp8_rows(inputs.x, inputs.round_scale, inputs.use_ue8m0) if inputs.use_fp8 else (inputs.x, None)
         start = time.perf_counter_ns()
         with self._agreement.low_latency_call(inputs.signature(x.dtype, scales.dtype if scales else None)):
             sources = self._channel.peers

@@ -1,4 +1,4 @@
-"""Count the calls of the host backend, as kernels do on GPUs."""
+"""Count the calls of the host backend, as kernels do on GPUs, and measure the links between its ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from typing import Protocol
 
 import numpy as np
 
+from ...comm.communicator import Communicator
+from ...comm.timed_collectives import wait_all
 from ...config import Config
+from ...description import LinkRates
 from ...statistics import CALL_KINDS, NUMBERS, CallStatistics, Counters, PoolUse
+
+_TAG = 5  # of messages that measure links
+_SMALL, _LARGE = 8, 1 << 20  # bytes of a message
+_ROUNDS = {_SMALL: 9, _LARGE: 3}
+_PHASE = "the measurement of links"
 
 
 class Awaited(Protocol):
@@ -102,3 +110,34 @@ class StepTimer:
         lost = {message.peer: time.perf_counter() - self._begin for message in self._awaited}
         for peer, seconds in {**self._longest_s, **lost}.items():
             self._wait_s[peer] += seconds
+
+
+def measure_links(comm: Communicator, config: Config) -> LinkRates:
+    """Measure the links while all ranks send at the same time; see `path_choice.Measure`. Nodes have several ranks.
+
+    Each rank sends to the next rank of its node, and then to the rank of its number on the next node.
+
+    Raises:
+        EPTimeoutError: if a rank does not come.
+    """
+    rank, node, size = comm.Get_rank(), config.node_size, comm.Get_size()
+    first = rank - rank % node
+    near = first + (rank - first + 1) % node, first + (rank - first - 1) % node
+    far = (rank + node) % size, (rank - node) % size
+    times = [_seconds(comm, *peers, num_bytes) for peers in (near, far) for num_bytes in (_SMALL, _LARGE)]
+    near_small, near_large, far_small, far_large = np.max(comm.allgather(times), axis=0).tolist()
+    return LinkRates(_LARGE / near_large, near_small, _LARGE / far_large, far_small)
+
+
+def _seconds(comm: Communicator, dest: int, source: int, num_bytes: int) -> float:
+    """Return the shortest time in which this rank sends a message and receives one. Other work of the machine only makes it longer."""
+    outgoing, incoming = np.zeros((2, num_bytes), np.uint8)
+    times = []
+    for _ in range(1 + _ROUNDS[num_bytes]):  # the first one also makes connections
+        start = time.perf_counter()
+        requests = [comm.Irecv(incoming, source, _TAG), comm.Isend(outgoing, dest, _TAG)]
+        if not wait_all(requests, comm.timeout_s):
+            comm.retain(requests, outgoing, incoming)
+            raise comm.timeout_error([source], _PHASE, "all ranks to make the Buffer", comm.timeout_s)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from deepep_rt.backends.path_choice import expected_traffic
 from deepep_rt.errors import EPConfigError
-from deepep_rt.traffic import expected_traffic
 
 
 def enumerated(num_nodes: int, node_size: int, num_topk: int, num_experts: int, num_groups: int) -> tuple[float, float]:
