@@ -19,8 +19,8 @@ from .._console import console
 from ..backends.path_choice import config_of_measurement
 from ..config import COMBINE_DTYPES, MAX_NODES, Config, declared_ranks_per_node
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
-from ..jit import build, compiler, current_gpu
-from ..jit.build_together import most_threads
+from ..jit import build, compiler
+from ..jit.build import most_threads
 from ..jit.cache import KernelCache
 from ..kernels.layout import Layout
 from ..kernels.source import kernel_constants
@@ -96,7 +96,7 @@ def targets_of(archs: list[str] | None) -> list[str]:
     """List the targets of `--arch`. Default: the architecture of this machine's GPU."""
     if not archs:
         try:
-            return [current_gpu.target_arch()]
+            return [compiler.target_arch()]
         except EPUnavailableError as error:
             raise EPConfigError(
                 f"--arch is missing, and there is no GPU to compile for. Pass --arch sm_90 (may be repeated) or --arch all. {error}"
@@ -203,7 +203,7 @@ def _build(config: Config, kernel: Kernel, element: str | None, arch: str) -> di
 
 def _has_gpu() -> bool:
     try:
-        return bool(current_gpu.arch())
+        return bool(compiler.gpu_arch())
     except EPUnavailableError:
         return False
 

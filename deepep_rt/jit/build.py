@@ -1,12 +1,18 @@
-"""Get a kernel's code without a GPU: from the disk cache, or from NVRTC, and from nvJitLink if the kernel uses NVSHMEM."""
+"""Get a kernel's code without a GPU: from the disk cache, or from NVRTC, and from nvJitLink if the kernel uses NVSHMEM.
+
+`build_together` compiles several kernels at the same time, for a Buffer that finds none of them in the cache.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import os
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,10 +20,10 @@ from typing import Any
 
 from .. import _env
 from .._version import __version__
-from ..errors import EPCacheError
+from ..errors import EPCacheError, EPError
 from ..kernels.source import NVSHMEM_CALLS, Constants, nvshmem_calls, prelude, source_dir, sources_of, unit, used_constants
 from ..kernels.table import Kernel
-from . import compiler, current_gpu, libraries
+from . import compiler, libraries
 from .cache import Entry, KernelCache
 
 _log = logging.getLogger("deepep_rt")
@@ -25,6 +31,7 @@ _log = logging.getLogger("deepep_rt")
 _OPTIONS = ["--std=c++17", "--ptxas-options=-v"]
 _LINKED_OPTIONS = ["--relocatable-device-code=true"]
 _NVSHMEM_OPTIONS = [*_OPTIONS, *_LINKED_OPTIONS, "--device-as-default-execution-space"]
+_MOST_THREADS = 8
 
 
 @dataclass
@@ -126,7 +133,7 @@ def _options(nvshmem: bool) -> list[str]:
 
 def _link_arch(arch: str) -> str:
     """Return the architecture that nvJitLink links for. It is always a real one, so PTX is linked for the GPU of this process."""
-    return arch if arch.startswith("sm_") else current_gpu.arch()
+    return arch if arch.startswith("sm_") else compiler.gpu_arch()
 
 
 def _versions(nvshmem: bool) -> dict[str, str]:
@@ -238,3 +245,38 @@ def _entry(
         "versions": {"deepep_rt": __version__, **_versions(nvshmem)},
     }
     return Entry(key, arch, code, info)
+
+
+def most_threads() -> int:
+    """Return how many kernels this process compiles at a time."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def build_together(requests: Sequence[tuple[Kernel, Constants]], arch: str) -> None:
+    """Compile kernels into the disk cache, as many at a time as this process has cores, up to eight.
+
+    It saves time only: `build` finds the kernels afterwards. A kernel that does not compile raises there and not here.
+
+    Args:
+        requests: The kernels with the results of `kernel_constants`.
+        arch: Target, as in `build`.
+    """
+    # PTX that is linked needs the CUDA context of the calling thread.
+    possible = [
+        (kernel, constants) for kernel, constants in requests if arch.startswith("sm_") or not kernel.links_nvshmem(constants)
+    ]
+    threads = min(most_threads(), len(possible))
+    if threads < 2:
+        return
+    pool = ThreadPoolExecutor(threads)
+    try:
+        wait([pool.submit(_build, kernel, constants, arch) for kernel, constants in possible])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C, compile no further kernel
+
+
+def _build(kernel: Kernel, constants: Constants, arch: str) -> None:
+    try:
+        build(kernel, constants, arch)
+    except EPError as error:
+        _log.debug("%s for %s: %s", kernel.name, arch, error)

@@ -1,4 +1,4 @@
-"""Compile with NVRTC, and link with nvJitLink. No GPU and no driver is needed.
+"""Compile with NVRTC, and link with nvJitLink. No GPU and no driver is needed, but to find out the GPU that a program compiles for.
 
 NVRTC is called through its bindings, not through cuda.core's Program. Program asks the driver for its version when it makes PTX, so
 `compute_80` targets would need a machine with a GPU.
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
-from ..errors import EPCompileError, EPConfigError
+from .. import _env
+from ..errors import EPCompileError, EPConfigError, EPUnavailableError
 from ..kernels.tuning import MIN_ARCH, arch_number
 from .libraries import nvjitlink_version, nvrtc_version, nvshmem
 
@@ -147,3 +148,48 @@ def usage(log: str, name: str, link_log: str = "") -> Usage:
         return Usage()
     stack, stores, loads = (int(group) for group in frame.groups()) if frame else (None, None, None)
     return Usage(int(used[1]), int(shared[1]) if shared else 0, stack, stores, loads)
+
+
+def target_arch() -> str:
+    """Return the target to compile for: `DEEPEP_RT_ARCH`, or the current GPU's architecture.
+
+    Raises:
+        EPUnavailableError: if there is no GPU, or none is current.
+    """
+    return _env.arch() or gpu_arch()
+
+
+def gpu_arch() -> str:
+    """Return the current GPU's architecture, such as "sm_90"."""
+    return _arch_of(gpu_context())
+
+
+@functools.cache
+def _arch_of(current: int) -> str:
+    from cuda.bindings import driver  # programs without a GPU may lack the bindings
+
+    from ..cuda.driver import ok
+
+    device, name = ok(driver.cuCtxGetDevice()), "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
+    parts = (
+        ok(driver.cuDeviceGetAttribute(getattr(driver.CUdevice_attribute, name + part), device)) for part in ("MAJOR", "MINOR")
+    )
+    return "sm_" + "".join(map(str, parts))
+
+
+def gpu_context() -> int:
+    """Return the current CUDA context."""
+    try:
+        from cuda.bindings import driver
+
+        status, current = driver.cuCtxGetCurrent()
+    except (ImportError, RuntimeError, OSError) as error:
+        raise EPUnavailableError(
+            f"no CUDA driver ({error}). Without a driver, kernels can be compiled but not loaded."
+        ) from error
+    if status or not int(current):
+        reason = f" ({status.name})" if status else ""
+        raise EPUnavailableError(
+            f"no CUDA context is current in this thread{reason}. Choose a GPU first, for example with torch.cuda.set_device(0)."
+        )
+    return int(current)

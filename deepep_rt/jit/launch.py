@@ -1,22 +1,107 @@
-"""Pack a kernel's Params and launch it. All kernels of the library start here."""
+"""Load compiled kernels into the current CUDA context, pack their Params, and launch them. All kernels of the library start here.
+
+After the first call, `load` is a dictionary look-up. `launch_local` launches kernels on a rank's own arrays, without a Buffer. Wrappers use
+them where a library would need several passes over memory.
+
+loaded = load(KERNELS["dispatch"], kernel_constants(layout, "sm_90", KERNELS["dispatch"]), "sm_90")
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import struct
+import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
 
-from ..cuda.driver import ok
+from ..cuda import driver as cuda_driver
+from ..cuda import nvshmem
+from ..cuda.driver import ok, relaxed_capture_mode
+from ..errors import EPUnavailableError
+from ..kernels.source import Constants
 from ..kernels.structs import offset
-from ..kernels.table import Kernel
-from .loader import LoadedKernel
+from ..kernels.table import KERNELS, Kernel
+from ..kernels.tuning import local_constants
+from . import compiler
+from .build import build
+from .libraries import nvrtc_version
 
 _FORMATS = {"u1": "B", "u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f"}
+_BLOCKS_PER_SM = 8  # of 256 threads, for a kernel without a Buffer: at least as many as fit
+_launching = threading.Lock()  # PyTorch runs a backward pass in another thread
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A loaded kernel.
+
+    Attributes:
+        handle: CUfunction.
+        threads: Threads of a block.
+        shared_bytes: Dynamic shared memory of a block.
+    """
+
+    handle: int
+    threads: int
+    shared_bytes: int
+
+
+LOADED: dict[tuple, LoadedKernel] = {}
+"""The loaded kernels of this process, by name, target, context and constants."""
+
+_loading = threading.Lock()
+
+
+def load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
+    """Load a kernel into the current CUDA context, or return the one that was loaded before.
+
+    Args:
+        kernel: An entry of the kernel table.
+        constants: The result of `kernel_constants`.
+        arch: Target, usually `compiler.target_arch()`.
+
+    Raises:
+        EPError: the errors of `build`.
+        EPUnavailableError: with the name of the CUDA error, if the driver refuses.
+        EPOutOfMemoryError: if the GPU is out of memory.
+    """
+    # CUfunction handles belong to a context, so a process with two GPUs has two of each.
+    key = (kernel.name, arch, compiler.gpu_context(), tuple(constants.items()))
+    loaded = LOADED.get(key)
+    if loaded is None:
+        with _loading:
+            loaded = LOADED.get(key)
+            if loaded is None:
+                loaded = LOADED[key] = _load(kernel, constants, arch)
+    return loaded
+
+
+def _load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
+    code = build(kernel, constants, arch).code
+    if not code.startswith(b"\x7fELF"):
+        code += b"\0"  # the driver expects PTX to end with a zero
+    shared_bytes = constants[kernel.shared] if kernel.shared else 0
+    try:
+        with relaxed_capture_mode():  # a capture may be under way in the first call
+            library = ok(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+            function = ok(driver.cuKernelGetFunction(ok(driver.cuLibraryGetKernel(library, kernel.name.encode()))))
+            if shared_bytes > 0:
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                ok(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    except EPUnavailableError as error:
+        raise EPUnavailableError(
+            f"kernel {kernel.name}, compiled for {arch} with {shared_bytes} bytes of dynamic shared memory, cannot be loaded on this "
+            f"{compiler.gpu_arch()} GPU: {error}. Check DEEPEP_RT_ARCH, if it is set, and that the driver is not older than NVRTC "
+            f"{nvrtc_version()}."
+        ) from error
+    if kernel.links_nvshmem(constants):
+        nvshmem.init_device_library(int(library))
+    return LoadedKernel(int(function), constants[kernel.threads], shared_bytes)
 
 
 class Launcher:
@@ -138,3 +223,54 @@ def _format(dtype: np.dtype, names: tuple[str, ...], start: int) -> str:
         parts.append(_FORMATS[kind.str[1:]])
         end = begin + kind.itemsize
     return "".join(parts)
+
+
+def launch_local(name: str, stream: int, values: Mapping[str, int], max_blocks: int, dtype: str | None = None) -> None:
+    """Launch a kernel on the GPU of the current context.
+
+    Args:
+        name: Its name in the kernel table.
+        stream: The stream of the launch.
+        values: The members of its Params, in their order.
+        max_blocks: Blocks that have work. If there are none, this launches nothing.
+        dtype: Element type, for a kernel that is compiled once for each.
+    """
+    if max_blocks > 0:
+        with _launching:
+            launcher, gpu_blocks = _local_launcher(name, dtype, compiler.target_arch(), compiler.gpu_context())
+            launcher(stream, min(max_blocks, gpu_blocks), values)
+
+
+def load_local(*names: str, dtype: str | None = None) -> None:
+    """Load kernels. A later launch then does not fail for want of a kernel.
+
+    Args:
+        names: Their names in the kernel table.
+        dtype: Element type, for kernels that are compiled once for each.
+    """
+    with _launching:
+        for name in names:
+            _local_launcher(name, dtype, compiler.target_arch(), compiler.gpu_context())
+
+
+def launch_zero_padding(stream: int, x: int, out: int, num_kept: int, num_rows: int, row_bytes: int) -> None:
+    """Copy the first rows of `x` to `out`, and fill its other rows with zeros.
+
+    Args:
+        stream: The stream of the launch.
+        x: Address on the GPU.
+        out: Address on the GPU.
+        num_kept: Address on the GPU of the number of rows to copy (int32).
+        num_rows: Rows of `out`.
+        row_bytes: Bytes of a row.
+    """
+    values = {"x": x, "out": out, "num_kept": num_kept, "num_rows": num_rows, "row_bytes": row_bytes}
+    launch_local("zero_padding", stream, values, num_rows)
+
+
+@functools.cache
+def _local_launcher(name: str, dtype: str | None, arch: str, context: int) -> tuple[Launcher, int]:
+    """Load a kernel; return its launcher, and the largest useful number of blocks on this GPU."""
+    kernel, constants = KERNELS[name], local_constants(arch, dtype)
+    function = load(kernel, constants, arch)
+    return Launcher(kernel, function, constants, {}), _BLOCKS_PER_SM * cuda_driver.num_sms(cuda_driver.current_device())

@@ -17,7 +17,7 @@ from ..arrays.dtypes import FP8_GROUP, MAX_E4M3, MIN_AMAX
 from ..buffer import Buffer
 from ..config import COMBINE_DTYPES, ROW_ALIGNMENT
 from ..errors import EPInputError
-from ..jit import current_gpu
+from ..jit import compiler
 from ..kernels.tuning import has_fp8
 from ..results import DispatchResult
 
@@ -93,11 +93,12 @@ def from_fp8(rows: Any, scales: Any, dtype: Any, num_kept: Any = None) -> Any:
 def zero_padding(rows: Any, num_kept: Any) -> Any:
     """Set rows from `num_kept` (int32 `[1]`, on the device) on to zero, and return the rows, `[n, hidden]` of any dtype."""
     if rows.is_cuda:
-        from ..jit import local_kernels  # it imports the CUDA bindings, which programs on the host backend may lack
+        # It imports the CUDA bindings, which programs on the host backend may lack.
+        from ..jit.launch import launch_zero_padding
 
         ptr, row_bytes = rows.data_ptr(), rows.shape[1] * rows.element_size()
         with _gpu_of(rows) as stream:
-            local_kernels.zero_padding(stream, ptr, ptr, num_kept.data_ptr(), rows.shape[0], row_bytes)
+            launch_zero_padding(stream, ptr, ptr, num_kept.data_ptr(), rows.shape[0], row_bytes)
     else:
         rows.view(torch.uint8)[int(num_kept) :] = 0
     return rows
@@ -166,14 +167,14 @@ def _has_kernels(rows: Any) -> bool:
     if not rows.is_cuda:
         return False
     with _gpu_of(rows):
-        return has_fp8(current_gpu.target_arch())
+        return has_fp8(compiler.target_arch())
 
 
 def _launch(kernel: str, like: Any, values: dict[str, int], most_blocks: int, dtype: str | None = None) -> None:
-    from ..jit import local_kernels
+    from ..jit.launch import launch_local
 
     with _gpu_of(like) as stream:
-        local_kernels.launch(kernel, stream, values, most_blocks, dtype)
+        launch_local(kernel, stream, values, most_blocks, dtype)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepep_rt import EPInputError, EPUnavailableError
-from deepep_rt.jit import current_gpu
+from deepep_rt.jit import compiler
 from deepep_rt.kernels.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ PROGRAMS = [
 
 @pytest.fixture
 def program():
-    if not has_fp8(current_gpu.target_arch()):
+    if not has_fp8(compiler.target_arch()):
         pytest.skip("the program needs GPUs that convert to FP8; other tests make the same calls without FP8")
     import deepep_v1
 
@@ -35,7 +35,7 @@ def program():
 
 def test_gpus_without_fp8_raise_an_error(comm):
     """Callers that ask for FP8 unpack a pair, so bfloat16 rows without scales would break them."""
-    if has_fp8(current_gpu.target_arch()):
+    if has_fp8(compiler.target_arch()):
         return
     import deepep_v1
 

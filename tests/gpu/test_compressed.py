@@ -12,7 +12,7 @@ from gpu_buffers import cpu, make, poison, routing, rows, same  # noqa: E402
 
 from deepep_rt import EPUnavailableError  # noqa: E402
 from deepep_rt.arrays.compressed_rows import COMPRESSIONS  # noqa: E402
-from deepep_rt.jit import current_gpu  # noqa: E402
+from deepep_rt.jit import compiler  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 SMALL = dict(hidden=1024, num_max_tokens_per_rank=256)
@@ -20,7 +20,7 @@ SMALL = dict(hidden=1024, num_max_tokens_per_rank=256)
 
 def forms():
     """List the formats that these GPUs convert to."""
-    return [form for form in COMPRESSIONS if form != "fp8" or has_fp8(current_gpu.target_arch())]
+    return [form for form in COMPRESSIONS if form != "fp8" or has_fp8(compiler.target_arch())]
 
 
 def send_on_both(comm, gpu, host, seed, num_tokens, **options):

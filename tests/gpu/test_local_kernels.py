@@ -11,7 +11,8 @@ pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
 from deepep_rt.arrays import dtypes as fp8  # noqa: E402
-from deepep_rt.jit import current_gpu, loader, local_kernels  # noqa: E402
+from deepep_rt.jit import compiler, launch  # noqa: E402
+from deepep_rt.jit.launch import launch_zero_padding  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 from deepep_rt.torch import tensor_ops as torch_kernels  # noqa: E402
 
@@ -57,7 +58,7 @@ def bits(tensor):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("hidden", [128, 7168])
 def test_to_fp8(dtype, hidden):
-    if not has_fp8(current_gpu.target_arch()):
+    if not has_fp8(compiler.target_arch()):
         return  # PyTorch's operators do this here; the next test checks them
     numbers = all_numbers(dtype)
     rows = numbers[: len(numbers) // hidden * hidden].view(-1, hidden)
@@ -114,7 +115,7 @@ def test_rows_are_kept_elsewhere(num_rows, row_bytes, share):
     x = torch.randint(1, 256, (num_rows, row_bytes), dtype=torch.uint8, device="cuda")
     out, num_kept = torch.full_like(x, 0xA5), torch.tensor([int(num_rows * share)], dtype=torch.int32, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
-    local_kernels.zero_padding(stream, x.data_ptr(), out.data_ptr(), num_kept.data_ptr(), num_rows, row_bytes)
+    launch_zero_padding(stream, x.data_ptr(), out.data_ptr(), num_kept.data_ptr(), num_rows, row_bytes)
     kept = min(int(num_kept), num_rows)
     assert torch.equal(out[:kept], x[:kept])
     assert not out[kept:].any()
@@ -153,8 +154,8 @@ def test_counts(idx_dtype, num_tokens, num_topk, num_experts, num_ranks):
 def test_the_first_call_may_be_captured():
     """The first call loads kernels, which a capture does not allow."""
     x, kept = torch.ones(64, 1024, device="cuda"), torch.tensor([10], dtype=torch.int32, device="cuda")
-    local_kernels._launcher.cache_clear()
-    loader.LOADED.clear()
+    launch._local_launcher.cache_clear()
+    launch.LOADED.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         torch_kernels.zero_padding(x, kept)

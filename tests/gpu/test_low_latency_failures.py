@@ -13,7 +13,7 @@ from gpu_buffers import TAKE_TURNS, make, routing, rows  # noqa: E402
 from gpu_low_latency import make_both, round_trip, transport  # noqa: E402
 
 from deepep_rt import EPInputError, EPTimeoutError  # noqa: E402
-from deepep_rt.jit import current_gpu  # noqa: E402
+from deepep_rt.jit import compiler  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 __all__ = ["transport"]
@@ -150,7 +150,7 @@ def test_ranks_that_differ(comm):
     for what in (
         "topk_weights",
         "topk_idx",
-        *(("x of", "x_scales", "round_scale") if has_fp8(current_gpu.target_arch()) else ()),
+        *(("x of", "x_scales", "round_scale") if has_fp8(compiler.target_arch()) else ()),
     ):
         gpu, _ = make_both(comm, hidden=512, timeout_s=5.0)
         idx, weights = routing(comm, 96, 40, 8, gpu.config.num_experts)

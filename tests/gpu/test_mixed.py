@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 from gpu_buffers import TAKE_TURNS, make  # noqa: E402
 
 from deepep_rt import NetworkOptions  # noqa: E402
-from deepep_rt.jit import current_gpu  # noqa: E402
+from deepep_rt.jit import compiler  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 SIZES = dict(num_max_tokens_per_rank=48, hidden=1024, num_topk=4, low_latency=True, num_slots=3)
@@ -43,7 +43,7 @@ class Mix:
         self.last_event = None  # of the last call
         self.replayed = Replayed(self)
         self.closing = False
-        self.formats = [False, True] if has_fp8(current_gpu.target_arch()) else [False]
+        self.formats = [False, True] if has_fp8(compiler.target_arch()) else [False]
 
     def tokens(self, n=None):
         """Make random tokens and a routing, on the CPU and on the current stream of the GPU."""

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import transports
 
-from deepep_rt.jit import current_gpu
+from deepep_rt.jit import compiler
 from deepep_rt.kernels.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +90,7 @@ def test_check(check, settings, comm, monkeypatch):
         return  # groups of different sizes over one NVSHMEM runtime are refused; see cuda.nvshmem.NvshmemMemory
     source = inspect.getsource(check)
     needs_fp8 = "use_fp8=True" in source or "FORMATS" in source or check.__module__ in ("compressed", "low_latency_compressed")
-    if needs_fp8 and not has_fp8(current_gpu.target_arch()):
+    if needs_fp8 and not has_fp8(compiler.target_arch()):
         return  # these GPUs have no FP8; test_low_latency and test_compressed also run without it
     monkeypatch.setattr(spmd, "backend", "cuda")
     monkeypatch.setattr(spmd, "more_settings", settings)

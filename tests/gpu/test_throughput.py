@@ -17,7 +17,7 @@ from gpu_throughput import round_trip, same_dispatch  # noqa: E402
 
 from deepep_rt import EPOutOfMemoryError  # noqa: E402
 from deepep_rt.arrays.view import View  # noqa: E402
-from deepep_rt.jit import current_gpu  # noqa: E402
+from deepep_rt.jit import compiler  # noqa: E402
 from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 
@@ -198,7 +198,7 @@ def test_host_time(comm):
     with make(comm, low_latency=True, num_max_tokens_per_rank=128) as gpu:
         idx, weights = routing(comm, 97, 64, 8, gpu.config.num_experts)
         x = rows(comm, 97, 64, 7168)
-        fp8 = has_fp8(current_gpu.target_arch())
+        fp8 = has_fp8(compiler.target_arch())
         known, quick = gpu.dispatch(x, idx, weights).handle, gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=fp8)
         y = rows(comm, 98, *quick.recv_x.shape)
         spent = {

@@ -16,7 +16,7 @@ from gpu_throughput import round_trip  # noqa: E402
 
 from deepep_rt import EPCompileError, EPConfigError, EPInputError, EPTimeoutError, EPUnavailableError  # noqa: E402
 from deepep_rt.cuda import driver  # noqa: E402
-from deepep_rt.jit import loader  # noqa: E402
+from deepep_rt.jit import launch  # noqa: E402
 
 
 def test_bad_input_leaves_the_buffer_usable(comm):
@@ -178,7 +178,7 @@ def test_two_ranks_on_one_gpu_are_refused(comm, monkeypatch):
 
 def test_a_buffer_that_one_rank_cannot_make(comm, monkeypatch):
     """All ranks learn of the failure and free their memory, so a program can try again."""
-    real, last = loader.load, comm.Get_size() - 1
+    real, last = launch.load, comm.Get_size() - 1
 
     def load(kernel, *given):
         if kernel.name == "combine":
@@ -192,7 +192,7 @@ def test_a_buffer_that_one_rank_cannot_make(comm, monkeypatch):
     for _ in range(12):  # NVSHMEM's heap has no room for so many, if they stay allocated
         with monkeypatch.context() as broken:
             if comm.Get_rank() == last:
-                broken.setattr(loader, "load", load)
+                broken.setattr(launch, "load", load)
             with pytest.raises(EPCompileError if comm.Get_rank() == last else EPUnavailableError, match=r"not here|another rank"):
                 make(comm, **sizes)
     assert driver.free_bytes() > before - (64 << 20)

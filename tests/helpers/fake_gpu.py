@@ -26,7 +26,7 @@ from deepep_rt.comm import convert
 from deepep_rt.comm.timed_collectives import TimedCollectives
 from deepep_rt.cuda import captured_graph, driver, nvshmem, stream_tracking
 from deepep_rt.cuda import topology as placement
-from deepep_rt.jit import current_gpu, launch, loader, local_kernels
+from deepep_rt.jit import compiler, launch
 
 BASE = 1 << 40  # of symmetric memory
 OWN_STREAM, CALLERS_STREAM = 3, 11
@@ -84,10 +84,10 @@ class FakeGpu:
         self._pinned.append(ctypes.create_string_buffer(num_bytes))
         return ctypes.addressof(self._pinned[-1])
 
-    def load(self, kernel: Any, constants: Any, arch: str) -> loader.LoadedKernel:
+    def load(self, kernel: Any, constants: Any, arch: str) -> launch.LoadedKernel:
         handle = len(self.constants) + 1
         self.constants[handle] = kernel, constants
-        return loader.LoadedKernel(handle, constants[kernel.threads], 0)
+        return launch.LoadedKernel(handle, constants[kernel.threads], 0)
 
     def launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
         kernel, constants = self.constants[function]
@@ -244,10 +244,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(
         launch, "driver", SimpleNamespace(**{n: getattr(cuda, n) for n in names}, cuLaunchKernelEx=fake.launch, CUfunction=int)
     )
-    monkeypatch.setattr(loader, "load", fake.load)
-    monkeypatch.setattr(current_gpu, "target_arch", lambda: "sm_90")
-    monkeypatch.setattr(current_gpu, "context", lambda: id(fake))
-    monkeypatch.setattr(local_kernels, "_launcher", functools.cache(local_kernels._launcher.__wrapped__))
+    monkeypatch.setattr(launch, "load", fake.load)
+    monkeypatch.setattr(compiler, "target_arch", lambda: "sm_90")
+    monkeypatch.setattr(compiler, "gpu_context", lambda: id(fake))
+    monkeypatch.setattr(launch, "_local_launcher", functools.cache(launch._local_launcher.__wrapped__))
     monkeypatch.setattr(driver, "current_device", lambda: 0)
     monkeypatch.setattr(cuda_backend, "choose_device", lambda *_: 0)
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, _Library())

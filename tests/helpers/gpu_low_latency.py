@@ -8,14 +8,14 @@ import torch
 from gpu_buffers import cpu, make, routing, rows, same
 from transports import transports
 
-from deepep_rt.jit import current_gpu
+from deepep_rt.jit import compiler
 from deepep_rt.kernels.tuning import has_fp8
 
 FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
 
 
 def formats():
-    return FORMATS if has_fp8(current_gpu.target_arch()) else FORMATS[:1]
+    return FORMATS if has_fp8(compiler.target_arch()) else FORMATS[:1]
 
 
 @pytest.fixture(params=[pytest.param(settings, id=name) for name, settings in transports()], autouse=True)

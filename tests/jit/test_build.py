@@ -21,7 +21,7 @@ from tiny_kernel import CONSTANTS, SOURCE, TINY
 import deepep_rt
 from deepep_rt import EPCacheError, EPCompileError, EPConfigError
 from deepep_rt.config import Config
-from deepep_rt.jit import build, compiler, current_gpu, libraries
+from deepep_rt.jit import build, compiler, libraries
 from deepep_rt.jit.cache import SUFFIX, KernelCache
 from deepep_rt.kernels import structs
 from deepep_rt.kernels.layout import Layout
@@ -115,7 +115,7 @@ def test_the_key_depends_on_everything_that_determines_the_code(
 
 def test_ptx_is_linked_for_the_current_gpu(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another GPU with the same cache needs other code."""
-    monkeypatch.setattr(current_gpu, "arch", lambda: "sm_90")
+    monkeypatch.setattr(compiler, "gpu_arch", lambda: "sm_90")
     assert [build._link_arch(arch) for arch in ("compute_80", "sm_100")] == ["sm_90", "sm_100"]
     monkeypatch.setattr(build, "_versions", lambda nvshmem: {})
     keys = {build._key(TINY, CONSTANTS, "compute_80", arch, sources) for arch in ("sm_90", "sm_100")}
@@ -268,7 +268,7 @@ def test_the_calls_of_nvshmem_are_compiled_once(cache: Path, monkeypatch: pytest
         kernel = KERNELS[name]
         assert build.build(kernel, kernel_constants(layout, "sm_90", kernel), "sm_90").info["nvshmem"]
     assert names == ["link_rates", "nvshmem_calls", "route_nodes"]
-    monkeypatch.setattr(current_gpu, "arch", lambda: "sm_90")
+    monkeypatch.setattr(compiler, "gpu_arch", lambda: "sm_90")
     kernel = KERNELS["link_rates"]  # PTX of the kernel links with code for the GPU
     assert build.build(kernel, kernel_constants(layout, "compute_80", kernel), "compute_80").code.startswith(b"\x7fELF")
     assert names[3:] == ["link_rates"]

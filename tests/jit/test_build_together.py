@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cu
 from deepep_rt import EPCompileError
 from deepep_rt.config import Config
 from deepep_rt.jit import build, compiler
-from deepep_rt.jit.build_together import build_together
+from deepep_rt.jit.build import build_together
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import Constants, kernel_constants
 from deepep_rt.kernels.table import KERNELS, Kernel

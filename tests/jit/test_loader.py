@@ -1,4 +1,4 @@
-"""`loader`: a kernel is loaded once for each context. A fake driver records its arguments."""
+"""`launch.load`: a kernel is loaded once for each context. A fake driver records its arguments."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cu
 
 from tiny_kernel import CONSTANTS, TINY
 
-from deepep_rt.jit import build, current_gpu, loader
+from deepep_rt.jit import build, compiler, launch
 from deepep_rt.kernels.table import Kernel
 
 
 def test_load_is_a_lookup_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def load(kernel: Kernel, constants: dict[str, int], arch: str) -> loader.LoadedKernel:
+    def load(kernel: Kernel, constants: dict[str, int], arch: str) -> launch.LoadedKernel:
         calls.append((kernel.name, arch))
-        return loader.LoadedKernel(1, 64, 0)
+        return launch.LoadedKernel(1, 64, 0)
 
-    monkeypatch.setattr(loader, "_load", load)
-    monkeypatch.setattr(current_gpu, "context", lambda: 1)
-    monkeypatch.setattr(loader, "LOADED", {})
-    first = loader.load(TINY, CONSTANTS, "sm_90")
-    monkeypatch.setattr(loader, "build", lambda *_: pytest.fail("called on the hot path"))
+    monkeypatch.setattr(launch, "_load", load)
+    monkeypatch.setattr(compiler, "gpu_context", lambda: 1)
+    monkeypatch.setattr(launch, "LOADED", {})
+    first = launch.load(TINY, CONSTANTS, "sm_90")
+    monkeypatch.setattr(launch, "build", lambda *_: pytest.fail("called on the hot path"))
     monkeypatch.setattr(build, "_key", lambda *_: pytest.fail("called on the hot path"))
-    assert loader.load(TINY, dict(CONSTANTS), "sm_90") is first
-    loader.load(TINY, {**CONSTANTS, "kFactor": 8}, "sm_90")
-    monkeypatch.setattr(current_gpu, "context", lambda: 2)  # another GPU of the same process
-    loader.load(TINY, CONSTANTS, "sm_90")
+    assert launch.load(TINY, dict(CONSTANTS), "sm_90") is first
+    launch.load(TINY, {**CONSTANTS, "kFactor": 8}, "sm_90")
+    monkeypatch.setattr(compiler, "gpu_context", lambda: 2)  # another GPU of the same process
+    launch.load(TINY, CONSTANTS, "sm_90")
     monkeypatch.setenv("DEEPEP_RT_ARCH", "compute_80")
-    loader.load(TINY, CONSTANTS, current_gpu.target_arch())
+    launch.load(TINY, CONSTANTS, compiler.target_arch())
     assert calls == [("tiny", "sm_90")] * 3 + [("tiny", "compute_80")]
 
 
@@ -51,7 +51,7 @@ def test_arguments_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(given) == modes.count("relaxed"), "the kernel was loaded in this mode"
         modes.append("as before")
 
-    monkeypatch.setattr(loader, "relaxed_capture_mode", relaxed_capture_mode)
+    monkeypatch.setattr(launch, "relaxed_capture_mode", relaxed_capture_mode)
     given: list[bytes] = []
     asked: list[int] = []
     success = driver.CUresult.CUDA_SUCCESS
@@ -60,8 +60,8 @@ def test_arguments_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "cuKernelGetFunction", lambda kernel: (success, 7))
     monkeypatch.setattr(driver, "cuFuncSetAttribute", lambda function, name, value: asked.append(value) or (success,))
     for code in (b"\x7fELF cubin", b".version 8.0"):
-        monkeypatch.setattr(loader, "build", lambda *_, code=code: SimpleNamespace(code=code))
-        assert loader._load(TINY, CONSTANTS, "sm_90") == loader.LoadedKernel(7, 64, 1024)
+        monkeypatch.setattr(launch, "build", lambda *_, code=code: SimpleNamespace(code=code))
+        assert launch._load(TINY, CONSTANTS, "sm_90") == launch.LoadedKernel(7, 64, 1024)
     assert given == [b"\x7fELF cubin", b".version 8.0\0"]
     assert asked == [1024, 1024]
     assert modes == ["relaxed", "as before"] * 2

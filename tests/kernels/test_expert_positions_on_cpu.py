@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from deepep_rt.jit import local_kernels
+from deepep_rt.jit.launch import launch_local
 from deepep_rt.kernels.tuning import MAX_POSITION_BLOCKS
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.device_arrays import array_at, callers_stream
@@ -80,7 +80,7 @@ class Launches:
             num_rows=limit,
         )
         values = {**{name: array.ptr for name, array in memory.items()}, **numbers}
-        local_kernels.launch("expert_positions", callers_stream(0), values, num_blocks)
+        launch_local("expert_positions", callers_stream(0), values, num_blocks)
         return SimpleNamespace(expected=expected, tables=tables)
 
 

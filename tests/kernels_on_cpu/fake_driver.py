@@ -22,7 +22,8 @@ from deepep_rt.comm import convert
 from deepep_rt.config import Config
 from deepep_rt.cuda import driver, nvshmem, stream_tracking, topology, transport
 from deepep_rt.cuda.stream_tracking import StreamMemory
-from deepep_rt.jit import current_gpu, launch, loader, local_kernels
+from deepep_rt.jit import compiler as jit_compiler
+from deepep_rt.jit import launch
 from deepep_rt.network import Choice
 
 from . import compiler
@@ -84,10 +85,10 @@ class FakeDriver:
         clock = SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=lambda: self.gpus.clock_s)
         for module in (monitor, runtime):  # limits count the time of the simulated GPUs, so that a busy machine changes nothing
             patch(module, "time", clock)
-        patch(loader, "load", self._load)
-        patch(current_gpu, "target_arch", lambda: self._archs[self.current_rank])
-        patch(current_gpu, "context", lambda: id(self))
-        patch(local_kernels, "_launcher", functools.cache(local_kernels._launcher.__wrapped__))
+        patch(launch, "load", self._load)
+        patch(jit_compiler, "target_arch", lambda: self._archs[self.current_rank])
+        patch(jit_compiler, "gpu_context", lambda: id(self))
+        patch(launch, "_local_launcher", functools.cache(launch._local_launcher.__wrapped__))
         patch(cuda_backend, "choose_device", lambda comm, *_: comm.Get_rank())
         patch(stream_tracking, "StreamMemory", _LastingMemory)
         patch(nvshmem, "allocate", functools.partial(_SymmetricMemory, self))
@@ -156,11 +157,11 @@ class FakeDriver:
         stream = self.stream(number)
         self.wait(lambda: not stream.queue)
 
-    def _load(self, kernel: Any, constants: Mapping[str, int], arch: str) -> loader.LoadedKernel:
+    def _load(self, kernel: Any, constants: Mapping[str, int], arch: str) -> launch.LoadedKernel:
         shared_bytes = constants[kernel.shared] if kernel.shared else 0
         address = functools.cache(lambda: compiler.load(kernel, constants, self._cuda_src, every_access=self._weak_memory))
         self._functions.append((kernel, kernel.struct.dtype(constants).itemsize, address))
-        return loader.LoadedKernel(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
+        return launch.LoadedKernel(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
 
     def _launch(self, config: Any, function: int, arguments: int, _: int) -> tuple:
         kernel, num_bytes, address = self._functions[function]

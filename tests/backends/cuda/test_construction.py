@@ -33,7 +33,7 @@ from deepep_rt.backends.cuda.low_latency import LowLatency
 from deepep_rt.backends.cuda.monitor import Monitor
 from deepep_rt.comm.consensus import Consensus
 from deepep_rt.cuda import driver, nvshmem
-from deepep_rt.jit import loader
+from deepep_rt.jit import launch
 from deepep_rt.kernels.layout import Layout
 
 __all__ = ["fake", "make"]
@@ -208,7 +208,7 @@ def test_when_memory_is_freed(fake: FakeGpu, make: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("module", "name", "steps_before"),
-    [(nvshmem, "check_available", 0), (driver, "allocate_pinned", 1), (loader, "load", 1), (LowLatency, "clear_inboxes", 1)],
+    [(nvshmem, "check_available", 0), (driver, "allocate_pinned", 1), (launch, "load", 1), (LowLatency, "clear_inboxes", 1)],
 )
 def test_a_rank_that_fails_in_construction(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, steps_before: int
@@ -241,7 +241,7 @@ def test_a_rank_that_fails_in_construction(
     answers.clear()
     fake.freed.clear()
     with monkeypatch.context() as broken:
-        broken.setattr(loader, "load", fail)
+        broken.setattr(launch, "load", fail)
         with pytest.raises(EPCacheError):
             make(low_latency=True)
     assert (answers, BASE in fake.freed) == ([True, False, False], False), "Buffers of other groups live in the same allocation"
@@ -328,7 +328,7 @@ def test_a_measurement_that_fails(fake: FakeGpu, make: Any, monkeypatch: pytest.
     def fail(*_: Any) -> None:
         raise EPTimeoutError("rank 1 is silent", rank=0, peer=1, phase="links")
 
-    module, name = (loader, "load") if fails == "kernel" else (Monitor, "check")
+    module, name = (launch, "load") if fails == "kernel" else (Monitor, "check")
     monkeypatch.setattr(module, name, fail)
     monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: mine)
     with pytest.raises(EPTimeoutError, match="rank 1 is silent"):

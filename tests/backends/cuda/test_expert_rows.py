@@ -13,7 +13,7 @@ from fake_gpu import BASE, Array, FakeGpu, arguments, fake, like, make, routed
 from deepep_rt import EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.comm.call_signature import unpack
 from deepep_rt.cuda import driver
-from deepep_rt.jit import loader
+from deepep_rt.jit import launch
 
 __all__ = ["fake", "make"]
 
@@ -126,7 +126,7 @@ def test_kernels_are_loaded_before_the_first_launch(fake: FakeGpu, make: Any, mo
             raise EPUnavailableError(f"{kernel.name} is not in the cache")
 
         with monkeypatch.context() as patches:
-            patches.setattr(loader, "load", missing)
+            patches.setattr(launch, "load", missing)
             with pytest.raises(EPUnavailableError, match="expert_positions is not in the cache"):
                 buffer.dispatch(*arguments(fake), layout="expert")
         assert fake.pop_launches() == []
@@ -200,7 +200,7 @@ def test_sums_of_choices_that_cannot_begin(fake: FakeGpu, make: Any, monkeypatch
     with make(**TWO_NODES) as buffer:
         handle = buffer.dispatch(*arguments(fake), layout="expert", num_worst_tokens=50).handle
         fake.pop_launches()
-        for owner, name, replacement in ((driver, "allocate_async", no_room), (loader, "load", missing)):
+        for owner, name, replacement in ((driver, "allocate_async", no_room), (launch, "load", missing)):
             with monkeypatch.context() as patches:
                 patches.setattr(owner, name, replacement)
                 with pytest.raises((EPOutOfMemoryError, EPUnavailableError), match=r"full|is not in the cache"):

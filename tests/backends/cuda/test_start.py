@@ -19,7 +19,7 @@ from fake_gpu import FakeGpu, fake, make
 from paths import pythonpath
 
 from deepep_rt.backends.cuda import runtime
-from deepep_rt.jit import build, compiler, loader
+from deepep_rt.jit import build, compiler, launch
 from deepep_rt.kernels import source
 from deepep_rt.kernels.table import KERNELS
 
@@ -59,7 +59,7 @@ def test_a_first_buffer_reads_each_source_once(
         build.build(kernel, constants, arch)
         return fake.load(kernel, constants, arch)
 
-    monkeypatch.setattr(loader, "load", load)
+    monkeypatch.setattr(launch, "load", load)
     with make(low_latency=True):
         assert sorted(compiled) == sorted(found), "threads compile them in any order"
         assert {"route", "dispatch", "combine", "ll_dispatch", "ll_combine"} <= set(found)
@@ -88,7 +88,7 @@ def test_kernels_after_the_first_that_is_missing_are_compiled_together(
         build.build(kernel, constants, arch)
         return fake.load(kernel, constants, arch)
 
-    monkeypatch.setattr(loader, "load", load)
+    monkeypatch.setattr(launch, "load", load)
     with make(low_latency=True):
         assert asked[:2] == [["dispatch", "combine"], ["combine"]]
         assert asked[2][:2] == ["ll_combine", "ll_combine_large"]

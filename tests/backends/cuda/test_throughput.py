@@ -40,7 +40,7 @@ def test_compressed_rows(fake: FakeGpu, make: Any, compress: str, row_bytes: int
 
 
 def test_compressed_rows_on_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepep_rt.jit.current_gpu.target_arch", lambda: "sm_80")
+    monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda: "sm_80")
     with make() as buffer:
         fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
         x, idx, _ = arguments(fake)
