@@ -20,8 +20,8 @@ from ..comm.communicator import Communicator
 from ..config import Config
 from ..description import BufferDescription, LinkRates
 from ..errors import EPConfigError
+from ..jit.store import SavedFiles
 from ..network import Choice
-from .saved_files import SavedFiles
 
 Measure = Callable[[Communicator, Config], LinkRates]
 """Measures the links of all ranks at the same time, and returns the same rates on all of them. Collective."""

@@ -16,11 +16,11 @@ from .._documents import Check, has_fields, is_count, is_flag, is_in, is_list_of
 from .._version import __version__
 from ..config import MAX_SMS, Config
 from ..errors import EPConfigError
+from ..jit.store import SavedFiles
 from ..kernels.source import sources_of
 from ..kernels.table import KERNELS
 from ..kernels.tuning import is_possible
 from ..tuned import CALLS, CopyShape, Tuning, TuningResult
-from .saved_files import SavedFiles
 
 _SIZES = ("num_ranks", "num_max_tokens_per_rank", "hidden", "dtype", "num_topk", "num_experts", "statistics")
 _KEY: dict[str, Check] = {

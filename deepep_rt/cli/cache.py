@@ -15,8 +15,8 @@ from ..backends import saved_tunings
 from ..config import COMBINE_DTYPES
 from ..errors import EPCacheError, EPConfigError
 from ..jit import build
-from ..jit.cache import CorruptEntry, Entry, KernelCache
 from ..jit.machine_code import MachineCode, broken_promises, machine_codes
+from ..jit.store import CorruptEntry, Entry, KernelCache
 from ..kernels.promises import PROMISES
 from ..kernels.table import KERNELS
 from . import tables

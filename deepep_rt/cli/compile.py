@@ -21,7 +21,7 @@ from ..config import COMBINE_DTYPES, MAX_NODES, Config, declared_ranks_per_node
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import build, compiler
 from ..jit.build import most_threads
-from ..jit.cache import KernelCache
+from ..jit.store import KernelCache
 from ..kernels.layout import Layout
 from ..kernels.source import kernel_constants
 from ..kernels.table import KERNELS, Kernel

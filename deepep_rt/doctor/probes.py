@@ -25,7 +25,7 @@ from .._version import __version__
 from ..cuda.nics import list_nics, read_text
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import compiler, libraries
-from ..jit.cache import CorruptEntry, KernelCache
+from ..jit.store import CorruptEntry, KernelCache
 from . import addresses
 from . import gpus as doctor_gpus
 

@@ -24,7 +24,7 @@ from ..errors import EPCacheError, EPError
 from ..kernels.source import NVSHMEM_CALLS, Constants, nvshmem_calls, prelude, source_dir, sources_of, unit, used_constants
 from ..kernels.table import Kernel
 from . import compiler, libraries
-from .cache import Entry, KernelCache
+from .store import Entry, KernelCache
 
 _log = logging.getLogger("deepep_rt")
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from ..kernels.promises import Promise, loads_at_once
 from ..kernels.table import Kernel
 from ..kernels.tuning import has_overlap, has_tma
-from .cache_entry import Entry
 from .cubin import Function, read_function
 from .disassembler import disassemble
+from .store import Entry
 
 _REGISTERS_OF_A_BLOCK = 65536
 _REGISTER_UNIT = 8  # a thread gets a multiple of it

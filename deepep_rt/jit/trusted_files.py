@@ -6,6 +6,7 @@ A file is opened inside an open folder, and the open file is checked. A path tha
 from __future__ import annotations
 
 import errno
+import fcntl
 import functools
 import grp
 import os
@@ -132,7 +133,7 @@ def read_file(name: str, folder: Folder, most_bytes: int, objection_to: Callable
     return data
 
 
-def replace_file(name: str, folder: Folder, data: bytes, mode: int | None = None) -> None:
+def replace_file(name: str, folder: Folder, data: bytes, mode: int | None = None, *, lasting: bool = False) -> None:
     """Write a file whole. A reader sees the old content or the new one.
 
     Args:
@@ -140,23 +141,37 @@ def replace_file(name: str, folder: Folder, data: bytes, mode: int | None = None
         folder: The open folder.
         data: The content.
         mode: The permissions. None: those of the process for new files, without writing by other users.
+        lasting: Write it to the disk before it gets its name. A machine that stops in between leaves the old file.
 
     Raises:
         OSError: if it cannot be written. The old file stays.
     """
-    draft = f".{secrets.token_hex(8)}.tmp"
+    draft = f".{name.partition('.')[0][:64]}.{secrets.token_hex(4)}.tmp"
     number = open_file(draft, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         with os.fdopen(number, "wb") as file:
+            if lasting:
+                is_locked_elsewhere(number)  # takes the lock, so that clearing the store keeps the file
             file.write(data)
             file.flush()
+            if lasting:
+                os.fsync(number)
             if mode is not None:
                 os.fchmod(number, mode)
-        os.replace(draft, name, src_dir_fd=folder.number, dst_dir_fd=folder.number)
+            os.replace(draft, name, src_dir_fd=folder.number, dst_dir_fd=folder.number)
     except BaseException:
         with suppress(OSError):
             os.unlink(draft, dir_fd=folder.number)
         raise
+
+
+def is_locked_elsewhere(number: int) -> bool:
+    """Return whether another process holds the lock of an open file. Otherwise take the lock, if the file system has locks."""
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    return False
 
 
 def status_of(number: int) -> os.stat_result:

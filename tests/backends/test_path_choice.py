@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -158,26 +157,3 @@ def test_other_files_are_ignored(folder: Path, caplog: pytest.LogCaptureFixture,
     file.write_text(text)
     assert path_choice.load_rates(TOPOLOGY) is None
     assert f"{file} is ignored: it is not one that this version wrote" in caplog.text
-
-
-@pytest.mark.parametrize("is_folder", [False, True])
-def test_files_that_others_may_write_are_ignored(folder: Path, caplog: pytest.LogCaptureFixture, is_folder: bool) -> None:
-    path_choice.save_rates(TOPOLOGY, RATES)
-    (file,) = folder.iterdir()
-    (folder if is_folder else file).chmod(0o777)
-    assert path_choice.load_rates(TOPOLOGY) is None
-    assert "every user may write it" in caplog.text
-
-
-def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    path_choice.save_rates(TOPOLOGY, RATES)
-    (file,) = folder.iterdir()
-    os.replace(file, tmp_path / "elsewhere")
-    file.symlink_to(tmp_path / "elsewhere")
-    assert path_choice.load_rates(TOPOLOGY) is None
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, tmp_path: Path) -> None:
-    folder.write_text("a file")
-    path_choice.save_rates(TOPOLOGY, RATES)
-    assert path_choice.load_rates(TOPOLOGY) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +133,6 @@ def test_damaged_choices_are_ignored(folder: Path, caplog: pytest.LogCaptureFixt
     assert f"stored tunings: {file} is ignored" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[" * 100_000, "\0"])
-def test_damaged_files_are_ignored(folder: Path, caplog: pytest.LogCaptureFixture, text: str) -> None:
-    saved_tunings.save(KEY, RESULT)
-    (file,) = folder.iterdir()
-    file.write_text(text)
-    assert saved_tunings.load(KEY, CONFIG) is None
-    assert f"{file} is ignored" in caplog.text
-    assert saved_tunings.FILES.all() == []
-    assert saved_tunings.FILES.clear() == 1
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -168,18 +156,6 @@ def test_damaged_files_are_not_listed(folder: Path, changes: dict[str, Any]) -> 
     assert saved_tunings.FILES.all() == []
 
 
-def test_files_that_cannot_be_read_or_trusted_are_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saved_tunings.save(KEY, RESULT)
-    (file,) = folder.iterdir()
-    file.chmod(0o666)
-    assert saved_tunings.load(KEY, CONFIG) is None
-    assert "every user may write it" in caplog.text
-    os.replace(file, folder / "elsewhere")
-    file.symlink_to(folder / "elsewhere")
-    assert saved_tunings.load(KEY, CONFIG) is None
-    assert "it cannot be read: it is no regular file" in caplog.text
-
-
 def test_shapes_of_a_buffer_over_nodes_are_refused() -> None:
     """Their kernels have none."""
     config = _config(ranks_per_node=2)
@@ -188,24 +164,6 @@ def test_shapes_of_a_buffer_over_nodes_are_refused() -> None:
     assert saved_tunings.load(key, config) is None
     saved_tunings.save(key, dataclasses.replace(RESULT, chosen=Tuning(32)))
     assert saved_tunings.load(key, config) == Tuning(32)
-
-
-def test_all_files_and_their_end(folder: Path) -> None:
-    assert saved_tunings.FILES.all() == []
-    assert saved_tunings.FILES.clear() == 0
-    saved_tunings.save(KEY, RESULT)
-    config = _config(hidden=4096)
-    saved_tunings.save(saved_tunings.key_of(config, GPUS), dataclasses.replace(RESULT, chosen=Tuning(8)))
-    (folder / "mine.txt").write_text("kept")
-    found = saved_tunings.FILES.all()
-    assert {saved_tunings.of_plain(document["tuning"]).num_sms for document in found} == {8, 16}
-    assert saved_tunings.FILES.clear() == 2
-    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
-
-
-def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:
-    folder.write_text("a file")
-    assert saved_tunings.save(KEY, RESULT) is None
 
 
 @pytest.mark.parametrize("tuning", [Tuning(24), TUNING, Tuning(8, CopyShape(1, 2, 3), CopyShape(4, 5, 6))])

@@ -35,7 +35,7 @@ from deepep_rt.cli import compile as cli_compile
 from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.errors import EPCompileError, EPUnavailableError
 from deepep_rt.jit import build, compiler, disassembler, libraries
-from deepep_rt.jit.cache import SUFFIX, KernelCache
+from deepep_rt.jit.store import SUFFIX, KernelCache
 from deepep_rt.kernels import promises
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.promises import Promise

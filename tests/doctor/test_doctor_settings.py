@@ -19,7 +19,7 @@ from paths import ROOT
 from without import without
 
 from deepep_rt import _env
-from deepep_rt.jit.cache import SUFFIX, KernelCache
+from deepep_rt.jit.store import SUFFIX, KernelCache
 
 
 def test_invalid_settings(doctor: Doctor) -> None:

@@ -22,8 +22,8 @@ from gpu_buffers import SHARED_GPUS, make, routing, rows, same  # noqa: E402
 from deepep_rt import EPInputError, EPOutOfMemoryError  # noqa: E402
 from deepep_rt.backends import saved_tunings  # noqa: E402
 from deepep_rt.backends.cuda.autotune import NUM_SMS  # noqa: E402
-from deepep_rt.backends.saved_files import SavedFiles  # noqa: E402
 from deepep_rt.cuda import driver  # noqa: E402
+from deepep_rt.jit.store import SavedFiles  # noqa: E402
 from deepep_rt.kernels.tuning import has_tma, shapes_to_try  # noqa: E402
 from deepep_rt.tuned import CALLS, WITHIN, CopyShape  # noqa: E402
 

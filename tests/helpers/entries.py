@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from deepep_rt.jit.cache import SUFFIX, CorruptEntry, Entry, KernelCache
+from deepep_rt.jit.store import SUFFIX, CorruptEntry, Entry, KernelCache
 
 KEY, OTHER = "ab" * 32, "cd" * 32
 

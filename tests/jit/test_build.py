@@ -22,7 +22,7 @@ import deepep_rt
 from deepep_rt import EPCacheError, EPCompileError, EPConfigError
 from deepep_rt.config import Config
 from deepep_rt.jit import build, compiler, libraries
-from deepep_rt.jit.cache import SUFFIX, KernelCache
+from deepep_rt.jit.store import SUFFIX, KernelCache
 from deepep_rt.kernels import structs
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.source import kernel_constants, source_dir

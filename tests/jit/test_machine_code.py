@@ -12,9 +12,9 @@ from tiny_kernel import CONSTANTS, TINY
 
 from deepep_rt import EPUnavailableError
 from deepep_rt.jit import build, cubin, disassembler
-from deepep_rt.jit.cache import Entry
 from deepep_rt.jit.cubin import Function, read_function
 from deepep_rt.jit.machine_code import MachineCode, broken_promises, figures, machine_codes
+from deepep_rt.jit.store import Entry
 from deepep_rt.kernels.promises import PROMISES, Promise, loads_at_once
 from deepep_rt.kernels.table import KERNELS
 

@@ -114,7 +114,7 @@ def test_the_import_reader_sees_every_form() -> None:
 from . import call_order, view
 from .backend import HostBackend
 import deepep_rt.jit.build
-from deepep_rt.jit.cache import KernelCache
+from deepep_rt.jit.store import KernelCache
 from ... import __version__
 from ...arrays import view
 from .. import hooks
@@ -125,7 +125,7 @@ if TYPE_CHECKING:
     from ...cli.app import app
 """
     found = _imports(ast.parse(text), "backends.host")
-    expected = "__init__ arrays.view backends.hooks backends.host backends.host.backend cli.app cuda.pool jit.build jit.cache"
+    expected = "__init__ arrays.view backends.hooks backends.host backends.host.backend cli.app cuda.pool jit.build jit.store"
     assert found == set(expected.split())
 
 
