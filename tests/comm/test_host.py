@@ -1,4 +1,4 @@
-"""`host`: processes of a host have one identity, and hosts have different ones."""
+"""`host_identity`: processes of a host have one identity, and hosts have different ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rendezvous` and `timed_collectives`: ranks arrive, arrive late, or do not arrive, and errors name the missing ones."""
+"""`consensus` and `timed_collectives`: ranks arrive, arrive late, or do not arrive, and errors name the missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`store_values`: values as JSON."""
+"""Values in a store, as JSON."""
 
 from __future__ import annotations
 
