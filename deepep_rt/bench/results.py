@@ -9,6 +9,7 @@ import math
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -112,6 +113,12 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
         "commit": {"id": commit} if commit else _git(),
         "versions": _versions(),
     }
+
+
+def python_build() -> dict[str, Any]:
+    """Describe the interpreter: its version, and whether it has the global lock."""
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return {"python": platform.python_version(), "has_global_lock": has_lock}
 
 
 def document(
