@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import EPConfigError
 from .checks import NUM_RANKS, NUMERAL, SIZES, TEXT, TIME_US, Either, Fields, InvalidValue, Names, check, check_problem, plain
-from .results import Row, Sizes, format_us, fp8_or_bf16, low_latency_rows, on_gpu, read, read_json, throughput_rows
+from .results import Row, Sizes, fp8_or_bf16, low_latency_rows, on_gpu, read, read_json, throughput_rows
 
 _ROUTING = re.compile("_(known|unknown|worst)$")
 
@@ -151,23 +151,6 @@ def pair_rows(rows: Iterable[Row], theirs: Mapping[tuple[str, int, int], Point])
         if mine is not None and best is not None:
             pairs.append(Pair(work, tokens, "best", mine, best))
     return sorted(pairs, key=lambda pair: pair[:2])
-
-
-COMPARISON_HEADS = ("tokens", "SMs", "µs", "their µs", "remote GB/s", "their remote GB/s", "ratio")
-"""Headings of a comparison after the column of works."""
-
-
-def comparison_cells(pair: Pair, same_problem: bool) -> list[str]:
-    """Format the cells under `COMPARISON_HEADS`."""
-    bandwidths = (f"{pair.ours.remote_gb_s:.4g}", f"{pair.theirs.remote_gb_s:.4g}")
-    return [
-        str(pair.tokens),
-        str(pair.sms),
-        format_us(pair.ours.us),
-        format_us(pair.theirs.us),
-        *bandwidths,
-        pair.ratio(same_problem),
-    ]
 
 
 def ratio_note(sizes: Sizes, reference: Reference) -> str:
