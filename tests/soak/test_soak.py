@@ -327,7 +327,7 @@ def test_fp8_agrees_with_the_oracle(round_scale, ue8m0):
     import ml_dtypes
 
     from deepep_rt.soak.arrays import Arrays, row_keys
-    from deepep_rt.soak.row_formats import to_fp8
+    from deepep_rt.soak.expected import to_fp8
 
     arrays = Arrays(on_gpu=False)
     rows = arrays.numbers(row_keys(5, np.arange(6)), 256, "bfloat16")
@@ -344,7 +344,7 @@ def test_compressed_rows_agree_with_the_library(form):
     """Soak computes the values after the way without packing rows, so that it can do so on a GPU."""
     from deepep_rt.arrays.compressed_rows import compress, expand
     from deepep_rt.soak.arrays import Arrays, row_keys
-    from deepep_rt.soak.row_formats import after_compression
+    from deepep_rt.soak.expected import after_compression
 
     arrays, draw = Arrays(on_gpu=False), np.random.default_rng(8)
     made = [
@@ -365,7 +365,7 @@ def test_compressed_rows_agree_with_the_library(form):
 
 def test_compressed_rows_on_a_gpu_come_in_parts(monkeypatch):
     from deepep_rt.soak import arrays as soak_arrays
-    from deepep_rt.soak.row_formats import after_compression
+    from deepep_rt.soak.expected import after_compression
 
     arrays = soak_arrays.Arrays(on_gpu=False)
     rows = np.random.default_rng(3).standard_normal((50, 256), np.float32)
@@ -376,7 +376,7 @@ def test_compressed_rows_on_a_gpu_come_in_parts(monkeypatch):
 
 def test_fp8_ties_go_to_even():
     from deepep_rt.soak.arrays import Arrays
-    from deepep_rt.soak.row_formats import to_fp8
+    from deepep_rt.soak.expected import to_fp8
 
     values = np.zeros((1, 128), np.float32)
     values[0, :4] = 448, 17, 19, -17  # between 16 and 18, and 18 and 20
