@@ -161,6 +161,52 @@ class ExpertRouting:
         return found
 
 
+class ExpertRows(NamedTuple):
+    """Received rows of a dispatch by expert, `[n]` int64 each: place and source."""
+
+    position: np.ndarray
+    expert: np.ndarray  # local
+    source: np.ndarray
+    token: np.ndarray
+    choice: np.ndarray
+
+
+class Received:
+    """The rows by expert of one rank.
+
+    Args:
+        choices: For each rank `[tokens, topk]`, experts or -1.
+        rank: The rank.
+        num_experts: Experts over all ranks.
+        alignment: `expert_alignment`.
+        worst: `num_worst_tokens`. None: all rows fit.
+    """
+
+    def __init__(self, choices: list[np.ndarray], rank: int, num_experts: int, alignment: int, worst: int | None) -> None:
+        self.routing = ExpertRouting(choices, rank, num_experts, sum(idx.size for idx in choices))
+        self.counts = -(-self.routing.num_per_expert // alignment) * alignment
+        self.all_offsets = np.concatenate([[0], np.cumsum(self.counts)])
+        self.num_recv = int(self.all_offsets[-1])
+        self.num_rows = self.num_recv if worst is None else worst
+        self.has_list = worst is None
+
+    @cached_property
+    def kept(self) -> ExpertRows:
+        """List the rows that fit."""
+        entries = self.routing.entries
+        position = self.all_offsets[entries.expert] + entries.row
+        fits = position < self.num_rows
+        return ExpertRows(
+            position[fits], *(part[fits] for part in (entries.expert, entries.source, entries.token, entries.choice))
+        )
+
+    def has_row(self, source: int) -> np.ndarray:
+        """Tell which choices of a source's tokens have a row here, `[tokens, topk]` bool."""
+        found, mine = np.zeros(self.routing.choices[source].shape, bool), self.kept.source == source
+        found[self.kept.token[mine], self.kept.choice[mine]] = True
+        return found
+
+
 # --- sums --------------------------------------------------------------------------------------------------------------------------
 
 

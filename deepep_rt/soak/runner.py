@@ -26,7 +26,6 @@ from ..buffer import Buffer
 from ..comm.rendezvous import timed_allgather
 from ..config import MAX_TIMEOUT_S, Config
 from ..errors import EPConfigError, EPError
-from . import expert_rows as soak_expert_rows
 from . import graph as soak_graph
 from . import low_latency as soak_low_latency
 from . import throughput as soak_throughput
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 _RUN_ROUND = {
     "throughput": soak_throughput.run_round,
-    "expert_rows": soak_expert_rows.run_round,
+    "expert_rows": soak_throughput.run_round,
     "low_latency": soak_low_latency.run_round,
     "graph": soak_graph.run_round,
 }

@@ -221,9 +221,10 @@ def test_plans_draw_every_option():
     assert {buffer.num_max_recv_tokens is None for buffer in on_host} == {True, False}
     asked = buffers_of(soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True, ranks_per_node=2))
     assert {buffer.ranks_per_node for buffer in asked} == {2}
-    by_expert = [call for plan in rounds for call in plan.expert_calls]
-    for name in ("is_repeat", "by_column", "has_weights", "zero_padding", "sums_weights", "is_weighted", "has_bias"):
+    by_expert = [call for plan in rounds if plan.kind == "expert_rows" for call in plan.calls]
+    for name in ("is_repeat", "by_column", "has_weights", "zero_padding", "sums_weights", "is_weighted"):
         assert {getattr(call, name) for call in by_expert} == {True, False}, name
+    assert {call.biases for call in by_expert} == {0, 1}
     assert {call.reduce for call in by_expert} == {"rank", "topk"}
     assert {call.compress for call in by_expert} == {None, "fp8", "log10"}
     steps = [step for plan in rounds for step in plan.steps]
@@ -255,7 +256,7 @@ def test_a_fifth_of_the_combines_compress_rows():
     def drawn(**settings):
         options = soak_buffers.Options(seed=2, num_ranks=4, on_gpu=True, **settings)
         rounds = [soak_plan.round_of(options, number) for number in range(1500)]
-        return [call.compress for plan in rounds for call in (*plan.calls, *plan.expert_calls)]
+        return [call.compress for plan in rounds for call in plan.calls]
 
     found = drawn(hidden=7168)
     assert 0.17 < sum(form is not None for form in found) / len(found) < 0.23
