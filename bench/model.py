@@ -1,6 +1,6 @@
 """Predict times of calls over several nodes from figures of the links, like LogGP (latency, gap of a message, time of a byte).
 
-With T tokens a rank, rows of b bytes, and the expected places of a token from `deepep_rt.traffic`, a call takes
+With T tokens a rank, rows of b bytes, and the expected places of a token from `backends.path_choice`, a call takes
 
     one node                       L_near + T * ranks * b / B_near
     several nodes, hierarchical    L_far + L_near + max(T * far_nodes * b / B_far, T * ranks * b / B_near, messages * g)
@@ -33,7 +33,7 @@ from typing import Any
 from deepep_rt.bench.results import Sizes, low_latency_rows, row_bytes, throughput_rows
 from deepep_rt.errors import EPConfigError
 from deepep_rt.kernels.nodes_layout import usual_chunk_tokens
-from deepep_rt.traffic import Traffic, expected_traffic
+from deepep_rt.backends.path_choice import Traffic, expected_traffic
 
 CALLS = {"dispatch": "fp8", "combine": "bf16"}
 """The calls of the model, and the type of their rows."""

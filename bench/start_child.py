@@ -71,7 +71,7 @@ def functions_of(backend: str) -> list[tuple[str, Any, str]]:
     from deepep_rt.backends import agreement
     from deepep_rt.backends.cuda import backend as cuda_backend
     from deepep_rt.cuda import driver, nvshmem
-    from deepep_rt.jit import loader
+    from deepep_rt.jit import launch
 
     in_driver = ("allocate", "allocate_pinned", "fill", "free_bytes", "synchronize", "trim_memory_pool")
     return [
@@ -82,8 +82,8 @@ def functions_of(backend: str) -> list[tuple[str, Any, str]]:
         ("Buffer: NVSHMEM's start", nvshmem, "runtime"),
         (_MEMORY, cuda_backend.CudaBackend, "_allocate"),
         *((_MEMORY, driver, name) for name in in_driver),
-        ("Buffer: kernels found in the cache", loader, "build"),
-        ("Buffer: kernels loaded by the driver", loader, "_load"),
+        ("Buffer: kernels found in the cache", launch, "build"),
+        ("Buffer: kernels loaded by the driver", launch, "_load"),
     ]
 
 

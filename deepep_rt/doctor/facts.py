@@ -57,7 +57,7 @@ class JobReport:
     def hosts(self) -> dict[str, list[Mapping[str, Any]]]:
         """Group the reports by host, in the order of ranks.
 
-        Names alone do not decide which ranks share a host, because two hosts may have the same name (`comm.host`).
+        Names alone do not decide which ranks share a host, because two hosts may have the same name (`comm.timed_collectives`).
         """
         groups: dict[int, list[Mapping[str, Any]]] = {}
         for report in self.reports:

@@ -23,7 +23,7 @@ import numpy as np
 from .._checks import is_int_in_range
 from ..bench.ranks import check_writable, fail_together, world
 from ..buffer import Buffer
-from ..comm.rendezvous import timed_allgather
+from ..comm.consensus import timed_allgather
 from ..config import MAX_TIMEOUT_S, Config
 from ..errors import EPConfigError, EPError
 from . import graph as soak_graph
@@ -143,7 +143,7 @@ class Run:
         """Agree on the backend of all ranks. Return it, and whether it converts to FP8."""
         from ..backends.agreement import agree, creation_comm
         from ..bench.machine import Machine
-        from ..jit import current_gpu
+        from ..jit import compiler
         from ..kernels.tuning import has_fp8
 
         config = Config(self.comm.size, 1, 512, 1, self.comm.size, timeout_s=self.asked.timeout_s)
@@ -151,7 +151,7 @@ class Run:
         backend = agree(met, config, self.asked.backend, "copy")
         met.release()
         self.machine = Machine(self.comm, backend)
-        return backend, backend == "host" or has_fp8(current_gpu.target_arch())
+        return backend, backend == "host" or has_fp8(compiler.target_arch())
 
     def run(self) -> dict[str, Any] | None:
         """Run all rounds. Return the report on rank 0."""

@@ -21,7 +21,7 @@ from deepep_rt.bench import page as bench_page
 from deepep_rt.bench import run as bench
 from deepep_rt.bench import throughput as bench_throughput
 from deepep_rt.bench.results import Sizes, low_latency_rows, on_gpu, read, throughput_rows
-from deepep_rt.jit import current_gpu
+from deepep_rt.jit import compiler
 from deepep_rt.kernels.tuning import has_fp8
 
 pytestmark = pytest.mark.gpu
@@ -46,7 +46,7 @@ def test_throughput(comm):
         return
     rows = throughput_rows(result)
     works = [work for work in bench_throughput.WORKS if work not in result["left_out"]]
-    assert set(result["left_out"]) <= ({"combine_fp8"} if not has_fp8(current_gpu.target_arch()) else set())
+    assert set(result["left_out"]) <= ({"combine_fp8"} if not has_fp8(compiler.target_arch()) else set())
     assert {(row.work, row.tokens, row.sms) for row in rows} == {
         (work, tokens, sms) for work in works for tokens in (128, 512) for sms in (8, 16)
     }

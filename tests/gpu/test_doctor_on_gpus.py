@@ -26,7 +26,7 @@ from deepep_rt.doctor import network_rates  # noqa: E402
 from deepep_rt.doctor import runner as doctor_run  # noqa: E402
 from deepep_rt.doctor.facts import JobReport, gpu_of  # noqa: E402
 from deepep_rt.doctor.report import findings  # noqa: E402
-from deepep_rt.jit import build, current_gpu  # noqa: E402
+from deepep_rt.jit import build, compiler  # noqa: E402
 
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_", "HYDI_", "SLURM_", "DEEPEP_RT_SHARE_GPUS")
 
@@ -166,7 +166,7 @@ def test_all_ranks_together(comm, monkeypatch):
 def test_the_log_line_of_a_buffer(comm, caplog):
     before = build.stats.hits + build.stats.misses
     with caplog.at_level(logging.INFO, logger="deepep_rt"), make(comm, num_max_tokens_per_rank=64, hidden=1024):
-        arch = current_gpu.target_arch()
+        arch = compiler.target_arch()
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Buffer of ")]
     if comm.Get_rank():
         assert lines == []

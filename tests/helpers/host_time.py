@@ -54,7 +54,7 @@ def make_buffer() -> Any:
     from deepep_rt.backends.cuda import backend
     from deepep_rt.comm import convert
     from deepep_rt.cuda import nvshmem, topology
-    from deepep_rt.jit import current_gpu, loader
+    from deepep_rt.jit import compiler, launch
 
     class Memory:
         ptr, network_ids, consensus = BASE, range(4), None
@@ -72,8 +72,8 @@ def make_buffer() -> Any:
     patch(agreement, "announce", lambda *_: None)
     patch(backend, "MEASURE", None)
     patch(backend, "choose_device", lambda *_: 0)
-    patch(current_gpu, "target_arch", lambda: "sm_90")
-    patch(loader, "load", lambda kernel, constants, arch: loader.LoadedKernel(7, constants[kernel.threads], 0))
+    patch(compiler, "target_arch", lambda: "sm_90")
+    patch(launch, "load", lambda kernel, constants, arch: launch.LoadedKernel(7, constants[kernel.threads], 0))
     sizes = dict(num_max_tokens_per_rank=64, hidden=256, num_topk=4, num_experts=32)
     return Buffer(FakeCommunicator(4), **sizes, timeout_s=1.0, check_inputs=False, low_latency=True)
 

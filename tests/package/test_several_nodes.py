@@ -16,7 +16,7 @@ import model
 from deepep_rt.backends.agreement import _check_same
 from deepep_rt.backends.overflow import too_many_rows
 from deepep_rt.backends.path_choice import call_times, choose_path
-from deepep_rt.comm.relay_peers import RelayPeers
+from deepep_rt.comm.relay_puts import RelayPeers
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config
 from deepep_rt.cuda.nics import nvshmem_objection
