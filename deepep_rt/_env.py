@@ -236,19 +236,6 @@ def launch() -> Launch | None:
     return None
 
 
-def of_start(is_cached: bool) -> dict[str, str]:
-    """Return the environment of a process that `bench/start.py` measures: it imports this package, and Python keeps its bytecode.
-
-    Args:
-        is_cached: Whether a kernel that is not in the cache is an error there.
-    """
-    package = str(Path(__file__).resolve().parents[1])
-    changes = {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
-    if is_cached:
-        changes["DEEPEP_RT_ASSERT_CACHED"] = "1"
-    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | changes
-
-
 @contextmanager
 def overridden(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables during the block. Variables that the user has set keep their values."""

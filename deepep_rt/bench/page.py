@@ -10,9 +10,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from . import figures, report
-from .references import Reference, difference_note, is_shown, low_latency_parts, ratio_note
+from .references import Reference, difference_note, is_shown
 from .report import markdown_table, markdown_text
-from .results import Sizes, format_us, low_latency_rows, on_gpu, title
+from .results import Sizes, low_latency_rows, on_gpu, title
 
 HOST = (
     "These are times of the host backend: the same calls in NumPy and MPI, made for tests and for machines without a GPU. "
@@ -75,7 +75,7 @@ def section(result: Mapping[str, Any], references: Sequence[Reference], picture_
     if not is_low_latency and (compressed := report.compression_table(result)):
         parts += ["### Combine with compressed rows", *_table(compressed)]
     for reference in used:
-        if table := (_low_latency_comparison if is_low_latency else report.throughput_comparison)(result, reference):
+        if table := (report.low_latency_comparison if is_low_latency else report.throughput_comparison)(result, reference):
             parts += [f"### Compared with {markdown_text(reference.name)}", *_table(table)]
     parts += [
         "### Machine and software",
@@ -113,18 +113,6 @@ def _low_latency_caption(result: Mapping[str, Any]) -> str:
         "Send, recv: the halves of a call with a hook. One by one: both calls without a graph. "
     )
     return (graphs if on_gpu(result) else "") + "Host: time of the host in a call."
-
-
-def _low_latency_comparison(result: Mapping[str, Any], reference: Reference) -> report.ResultTable | None:
-    other = difference_note(Sizes.of(result), reference)
-    rows = [
-        [part, str(tokens), format_us(us), format_us(their), "-" if other else f"{their / us:.2f}"]
-        for part, by_tokens in low_latency_parts(result).items()
-        for tokens, us in by_tokens.items()
-        if us is not None and (their := reference.low_latency.get((part, tokens))) is not None
-    ]
-    caption = f"Theirs: {reference.where}. {other or ratio_note(Sizes.of(result), reference)}"
-    return report.ResultTable("", ["part", "tokens", "us", "their us", "ratio"], rows, caption) if rows else None
 
 
 def _facts(result: Mapping[str, Any]) -> dict[str, str]:

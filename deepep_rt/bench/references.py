@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import EPConfigError
-from .checks import InvalidValue, check_problem, check_references
-from .results import Row, Sizes, format_us, fp8_or_bf16, low_latency_rows, on_gpu, read, read_json, throughput_rows
+from .checks import NUM_RANKS, NUMERAL, SIZES, TEXT, TIME_US, Either, Fields, InvalidValue, Names, check, check_problem, plain
+from .results import Row, Sizes, fp8_or_bf16, low_latency_rows, on_gpu, read, read_json, throughput_rows
 
 _ROUTING = re.compile("_(known|unknown|worst)$")
 
@@ -39,6 +39,24 @@ class Reference:
 _PEERS_PROBLEM = {"num_ranks": 8, "settings": {"hidden": 7168, "topk": 8, "experts": 256}}
 """The problem of a file of references that has no `num_ranks` and `settings`."""
 
+_FILE = Fields(
+    {
+        **dict.fromkeys(("machine", "date", "boundary"), TEXT),
+        "systems": Names(
+            TEXT,
+            Fields(
+                {},
+                {
+                    "throughput_us": Names(NUMERAL, Names(TEXT, Either(dict, Names(NUMERAL, TIME_US), TIME_US))),
+                    "low_latency_us": Names(NUMERAL, Names(TEXT, TIME_US)),
+                },
+            ),
+        ),
+    },
+    {"num_ranks": NUM_RANKS, "settings": Fields(SIZES)},
+)
+"""A file of references."""
+
 
 def load(path: Path) -> list[Reference]:
     """Read figures to compare with: a result of these benchmarks, or a file of references (`bench/reference/*.json`).
@@ -51,7 +69,8 @@ def load(path: Path) -> list[Reference]:
         return [_our_figures(read(path))]
     problem = {**_PEERS_PROBLEM, **found}
     try:
-        check_references(found)
+        plain(found, "file")
+        check(found, _FILE, "file")
         check_problem(problem["num_ranks"], problem["settings"])
     except InvalidValue as error:
         raise EPConfigError(
@@ -132,23 +151,6 @@ def pair_rows(rows: Iterable[Row], theirs: Mapping[tuple[str, int, int], Point])
         if mine is not None and best is not None:
             pairs.append(Pair(work, tokens, "best", mine, best))
     return sorted(pairs, key=lambda pair: pair[:2])
-
-
-COMPARISON_HEADS = ("tokens", "SMs", "µs", "their µs", "remote GB/s", "their remote GB/s", "ratio")
-"""Headings of a comparison after the column of works."""
-
-
-def comparison_cells(pair: Pair, same_problem: bool) -> list[str]:
-    """Format the cells under `COMPARISON_HEADS`."""
-    bandwidths = (f"{pair.ours.remote_gb_s:.4g}", f"{pair.theirs.remote_gb_s:.4g}")
-    return [
-        str(pair.tokens),
-        str(pair.sms),
-        format_us(pair.ours.us),
-        format_us(pair.theirs.us),
-        *bandwidths,
-        pair.ratio(same_problem),
-    ]
 
 
 def ratio_note(sizes: Sizes, reference: Reference) -> str:

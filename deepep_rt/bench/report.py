@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from .._console import console
-from .references import COMPARISON_HEADS, Reference, comparison_cells, difference_note, pair_rows, ratio_note
+from .references import Pair, Reference, difference_note, low_latency_parts, pair_rows, ratio_note
 from .results import (
     BYTE_FORMULA,
-    Row,
     Sizes,
     ceiling_note,
     format_us,
@@ -51,6 +50,17 @@ _LOW_LATENCY_COLUMNS = {
 }
 
 
+_Columns = dict[str, Callable[[Any], str]]
+"""A table of columns: the heading of each, and the function that makes its cell from a row."""
+
+_WORK_COLUMNS: _Columns = {
+    "work": lambda row: row.work,
+    "tokens": lambda row: str(row.tokens),
+    "SMs": lambda row: str(row.sms),
+    "us": lambda row: format_us(row.us),
+}
+
+
 def low_latency_columns(result: Mapping[str, Any]) -> dict[str, str]:
     """Headings of the columns that a low-latency result fills, and the fields of `LowLatencyRow` that they show."""
     rows = low_latency_rows(result)
@@ -81,53 +91,50 @@ def print_result(result: Mapping[str, Any], references: Iterable[Reference] = ()
         print_table(low_latency_table(result, references))
 
 
+def _table(result: Mapping[str, Any], title: str, columns: _Columns, rows: Iterable[Any], caption: str) -> ResultTable:
+    """Make a table. Leave out columns without a meaning on the host backend: SMs, and the share of what links of GPUs carry."""
+    without = set() if on_gpu(result) else {"% of ceiling", *(["SMs"] if has_one_number_of_sms(result) else [])}
+    kept = {head: cell for head, cell in columns.items() if head not in without}
+    return ResultTable(title, list(kept), [[cell(row) for cell in kept.values()] for row in rows], caption)
+
+
 def throughput_table(result: Mapping[str, Any]) -> ResultTable:
     """Make the table of all rows of a throughput result."""
-    ceiling = result["copy_ceiling_gb_s"]["used"]
+    ceiling, rows = result["copy_ceiling_gb_s"]["used"], throughput_rows(result)
     caption = f"GB/s: {BYTE_FORMULA}."
     caption += f" Copy ceiling of this run: {ceiling_note(result)}." if on_gpu(result) else ""
     caption += "".join(f" {work} was not measured: {reason}." for work, reason in (result.get("left_out") or {}).items())
-    heads = ["work", "tokens", "SMs", "us", "GB/s", "remote GB/s", "% of ceiling", "host us"]
-    rows = throughput_rows(result)
-    cells = [_throughput_cells(row, ceiling) for row in rows]
+    columns: _Columns = {
+        **_WORK_COLUMNS,
+        "GB/s": lambda row: f"{row.gb_s:.4g}",
+        "remote GB/s": lambda row: "-" if row.work in _WITHIN_A_RANK else f"{row.remote_gb_s:.4g}",
+        "% of ceiling": lambda row: (
+            "-" if row.work in _WITHIN_A_RANK or not ceiling else f"{100 * row.remote_gb_s / ceiling:.1f}"
+        ),
+        "host us": lambda row: format_us(row.host_us),
+    }
     if any(row.host_prepared_us is not None for row in rows):  # older results have none
-        heads.append("prepared us")
+        columns["prepared us"] = lambda row: format_us(row.host_prepared_us)
         caption += " Host us: the time of the host in a call. Prepared us: the same in a prepared call."
-        cells = [[*line, format_us(row.host_prepared_us)] for line, row in zip(cells, rows, strict=True)]
-    return _of_this_machine(result, ResultTable(title(result), heads, cells, caption))
-
-
-def _of_this_machine(result: Mapping[str, Any], table: ResultTable) -> ResultTable:
-    """Leave out columns without a meaning on the host backend: the number of SMs, and the share of what links of GPUs carry."""
-    without = set() if on_gpu(result) else {"% of ceiling", *(["SMs"] if has_one_number_of_sms(result) else [])}
-    kept = [i for i, head in enumerate(table.heads) if head not in without]
-    return table._replace(heads=[table.heads[i] for i in kept], rows=[[row[i] for i in kept] for row in table.rows])
-
-
-def _throughput_cells(row: Row, ceiling_gb_s: float) -> list[str]:
-    share = f"{100 * row.remote_gb_s / ceiling_gb_s:.1f}" if ceiling_gb_s else "-"
-    bandwidths = (f"{row.gb_s:.4g}", *(("-", "-") if row.work in _WITHIN_A_RANK else (f"{row.remote_gb_s:.4g}", share)))
-    return [row.work, str(row.tokens), str(row.sms), format_us(row.us), *bandwidths, format_us(row.host_us)]
+    return _table(result, title(result), columns, rows, caption)
 
 
 def compression_table(result: Mapping[str, Any]) -> ResultTable | None:
     """Make the table of combines with compressed rows. Return None if there are none, as in older results."""
     plain_bytes = row_bytes("combine_bf16", Sizes.of(result).hidden)
-    rows = [
-        [
-            *(row.work, str(row.tokens), str(row.sms), format_us(row.us), f"{row.percent_of_combine:.1f}"),
-            *(str(row.row_bytes), f"{100 * row.row_bytes / plain_bytes:.1f}"),
-        ]
-        for row in throughput_rows(result)
-        if row.percent_of_combine is not None and row.row_bytes is not None
-    ]
+    rows = [row for row in throughput_rows(result) if row.percent_of_combine is not None and row.row_bytes is not None]
     same = "tokens and SMs" if on_gpu(result) else "tokens"
     caption = (
         f"% of combine: the time, of that of combine_bf16 with the same {same} in this run. Row bytes: the bytes of a row on the way, "
         "which GB/s counts. In the picture, the broken line is the bandwidth if the same bytes took as long as a plain combine."
     )
-    heads = ["work", "tokens", "SMs", "us", "% of combine", "row bytes", "% of BF16 bytes"]
-    return _of_this_machine(result, ResultTable("combine with compressed rows", heads, rows, caption)) if rows else None
+    columns: _Columns = {
+        **_WORK_COLUMNS,
+        "% of combine": lambda row: f"{row.percent_of_combine:.1f}",
+        "row bytes": lambda row: str(row.row_bytes),
+        "% of BF16 bytes": lambda row: f"{100 * row.row_bytes / plain_bytes:.1f}",
+    }
+    return _table(result, "combine with compressed rows", columns, rows, caption) if rows else None
 
 
 def throughput_comparison(result: Mapping[str, Any], reference: Reference) -> ResultTable | None:
@@ -137,9 +144,19 @@ def throughput_comparison(result: Mapping[str, Any], reference: Reference) -> Re
         pairs = [pair for pair in pairs if pair.sms == "best"]
     if not pairs:
         return None
-    rows = [[pair.work, *comparison_cells(pair, not difference_note(sizes, reference))] for pair in pairs]
+    is_same_problem = not difference_note(sizes, reference)
+    columns: dict[str, Callable[[Pair], str]] = {
+        "work": lambda pair: pair.work,
+        "tokens": lambda pair: str(pair.tokens),
+        "SMs": lambda pair: str(pair.sms),
+        "µs": lambda pair: format_us(pair.ours.us),
+        "their µs": lambda pair: format_us(pair.theirs.us),
+        "remote GB/s": lambda pair: f"{pair.ours.remote_gb_s:.4g}",
+        "their remote GB/s": lambda pair: f"{pair.theirs.remote_gb_s:.4g}",
+        "ratio": lambda pair: pair.ratio(is_same_problem),
+    }
     caption = f"Theirs: {reference.where}. {ratio_note(sizes, reference)}"
-    return _of_this_machine(result, ResultTable(f"compared with {reference.name}", ["work", *COMPARISON_HEADS], rows, caption))
+    return _table(result, f"compared with {reference.name}", columns, pairs, caption)
 
 
 def low_latency_table(result: Mapping[str, Any], references: Iterable[Reference] = ()) -> ResultTable:
@@ -155,6 +172,19 @@ def low_latency_table(result: Mapping[str, Any], references: Iterable[Reference]
         cells.append([str(row.tokens), *map(format_us, [*figures, *theirs])])
     heads = ["tokens", *columns, *(f"{reference.name.partition(' (')[0]} D+C" for reference in others)]
     return ResultTable(title(result), heads, cells, caption)
+
+
+def low_latency_comparison(result: Mapping[str, Any], reference: Reference) -> ResultTable | None:
+    """Make the table of a low-latency result and a reference. Return None if they share no part with the same number of tokens."""
+    other = difference_note(Sizes.of(result), reference)
+    rows = [
+        [part, str(tokens), format_us(us), format_us(their), "-" if other else f"{their / us:.2f}"]
+        for part, by_tokens in low_latency_parts(result).items()
+        for tokens, us in by_tokens.items()
+        if us is not None and (their := reference.low_latency.get((part, tokens))) is not None
+    ]
+    caption = f"Theirs: {reference.where}. {other or ratio_note(Sizes.of(result), reference)}"
+    return ResultTable("", ["part", "tokens", "us", "their us", "ratio"], rows, caption) if rows else None
 
 
 def markdown_table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -9,14 +9,33 @@ import math
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..arrays.compressed_rows import COMPRESSIONS, compressed_row_bytes
 from ..errors import EPConfigError
-from .checks import InvalidValue, check_result
+from .checks import (
+    ANYTHING,
+    FLAG,
+    NUM_RANKS,
+    NUMERAL,
+    SIZES,
+    TEXT,
+    TIME_US,
+    Fields,
+    InvalidValue,
+    Names,
+    check,
+    check_problem,
+    matching,
+    number,
+    optional,
+    plain,
+    whole,
+)
 
 BYTE_FORMULA = (
     "received rows (each token once for each destination rank, own rank included) x bytes of a row on the way (with scales; "
@@ -102,6 +121,72 @@ def row_bytes(work: str, hidden: int) -> int:
     return hidden + hidden // 128 * 4 if "fp8" in work else 2 * hidden
 
 
+# --- the table of fields -----------------------------------------------------------------------------------------------------------
+
+_MOST_SIZES = 64  # numbers of tokens in a result: each is a row of pictures
+_COUNT, _GB_S = whole(1, 999_999_999), number(0, 1e9)
+_KINDS = {
+    "work": matching(
+        "dispatch_(bf16|fp8)_(unknown|known|worst)|dispatch_expert_(unknown|known)|(copy|permute)_expert|"
+        "combine_(bf16|expert|topk|fp8|log10)|nccl_all_to_all"
+    ),
+    **dict.fromkeys(("tokens", "sms"), _COUNT),
+    **dict.fromkeys(("gb_s", "remote_gb_s"), _GB_S),
+    "row_bytes": whole(1, 1 << 30),
+}
+"""Fields of rows. All others are times, or shares of times."""
+
+
+def _row(row: type, *always: str) -> Fields:
+    """Expect a row. Fields with a default are optional, but for those in `always`."""
+    kinds = {field.name: _KINDS.get(field.name, TIME_US) for field in fields(row)}
+    needed = {field.name for field in fields(row) if field.default is MISSING} | set(always)
+    others = {name: optional(kind) for name, kind in kinds.items() if name not in needed}
+    return Fields({name: kind for name, kind in kinds.items() if name in needed}, others, is_closed=True)
+
+
+def _file(row: Fields, **more: Any) -> Fields:
+    settings = Fields(
+        {"backend": matching("cuda|host"), **SIZES}, {"ranks_per_node": optional(NUM_RANKS), "bf16": FLAG, "quick": FLAG}
+    )
+    needed = {
+        "num_ranks": NUM_RANKS,
+        **dict.fromkeys(("machine", "date", "boundary", "deepep_rt"), TEXT),
+        "commit": Fields({}, {"id": optional(TEXT), "dirty": FLAG}),
+        "settings": settings,
+        "copy_ceiling_gb_s": Fields({"used": _GB_S, "by_sms": Names(NUMERAL, _GB_S)}, {"by_method": Names(TEXT, _GB_S)}),
+        "rows": [row],
+        **more,
+    }
+    facts = optional(Names(TEXT, ANYTHING))
+    return Fields(needed, {"left_out": optional(Names(TEXT, TEXT)), "drivers": facts, "versions": facts})
+
+
+_THROUGHPUT = _file(_row(Row))
+_LOW_LATENCY = {
+    "cuda": _file(
+        _row(LowLatencyRow, "graph_dispatch_us", "graph_combine_us", "graph_both_us"), low_latency_sms=whole(1, 1 << 16)
+    ),
+    "host": _file(_row(LowLatencyRow)),
+}
+
+
+def check_result(found: dict[str, Any]) -> None:
+    """Check the contents of a result file.
+
+    Raises:
+        InvalidValue: if they are not a result of the benchmarks.
+    """
+    plain(found, "file")
+    rows, settings = found.get("rows"), found.get("settings")
+    is_throughput = isinstance(rows, list) and any(isinstance(row, dict) and "work" in row for row in rows)
+    on_gpu = isinstance(settings, dict) and settings.get("backend") == "cuda"
+    check(found, _THROUGHPUT if is_throughput else _LOW_LATENCY["cuda" if on_gpu else "host"], "file")
+    check_problem(found["num_ranks"], found["settings"])
+    if len({row["tokens"] for row in found["rows"]}) > _MOST_SIZES:
+        raise InvalidValue(f"file.rows has more than {_MOST_SIZES} numbers of tokens")
+
+
 # --- files -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +197,12 @@ def provenance(commit: str | None = None) -> dict[str, Any]:
         "commit": {"id": commit} if commit else _git(),
         "versions": _versions(),
     }
+
+
+def python_build() -> dict[str, Any]:
+    """Describe the interpreter: its version, and whether it has the global lock."""
+    has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return {"python": platform.python_version(), "has_global_lock": has_lock}
 
 
 def document(

@@ -1,4 +1,4 @@
-"""List the findings of doctor with meaning and remedy. `docs/when-it-does-not-work.md` has a section for each."""
+"""List the findings of doctor with meaning and remedy. `.ci/doctor_page.py` writes a section of the documentation for each."""
 
 from __future__ import annotations
 

@@ -131,6 +131,11 @@ class Finding:
         return cls(FINDING_TYPES[name], level, what)
 
 
+def is_broken(found: Iterable[Finding]) -> bool:
+    """Tell whether a Buffer cannot be made as asked for."""
+    return any(finding.level == "error" for finding in found)
+
+
 def fact(report: Mapping[str, Any], probe: str, name: str) -> Any:
     """Look up a fact. Return None if it is unknown."""
     return (report["facts"].get(probe) or {}).get(name)

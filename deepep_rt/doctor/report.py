@@ -1,17 +1,95 @@
-"""Examine a machine, and report the findings as text or JSON."""
+"""Examine a machine: collect the reports of all ranks, apply all rules to them, and report the findings as text or JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .examine import examine
-from .facts import Finding, JobReport, differences
-from .findings import findings, is_broken
+from .. import _env
+from ..errors import EPConfigError
+from .catalog import FINDING_TYPES
+from .facts import LEVELS, Finding, JobReport, differences, fact, is_broken
+from .job_rules import RULES
 from .network_facts import has_several_nodes, transport_of
+from .network_rules import NETWORK_RULES
+from .rank_rules import RANK_RULES
+from .runner import ALONE, NetworkRequest, gather, launch_variables, run_probes
 from .screen import show
 
 __all__ = ["as_json", "examine", "findings", "is_broken", "show"]
+
+
+# --- reports of the ranks ----------------------------------------------------------------------------------------------------------
+
+
+def examine(
+    sizes: Mapping[str, Any], num_ranks: int | None, backend: str, *, transport: str = "auto", measure_network: bool = False
+) -> tuple[JobReport, bool]:
+    """Examine this machine and gather the other ranks' reports. Collective under a launcher.
+
+    Args:
+        sizes: Arguments of `Config` except for `num_ranks`. `num_experts` is optional.
+        num_ranks: Ranks of the Buffer. Default: the ranks of the launcher.
+        backend: "auto", "cuda" or "host", as for `Buffer`.
+        transport: "auto", "nvshmem" or "mpi", as for `NetworkOptions`.
+        measure_network: Whether to measure between the ranks.
+
+    Returns:
+        The reports, and whether this rank prints them.
+    """
+    launch = launch_variables()
+    other_launch: dict[str, Any] = {"size": _env.world_size(), "local_rank": _env.local_rank()}
+    report = {**run_probes(), "launch": launch, "other_launch": other_launch}
+    rank, reports, failure, network = 0, [{**report, **ALONE}], None, None
+    if fact(report, "mpi", "error") is None:
+        request = NetworkRequest(_ranks_per_node(sizes), backend != "host", transport) if measure_network else None
+        rank, reports, failure, network = gather(report, network=request)
+    if len(reports) == 1:  # without MPI's answer, the launcher's variables tell the rank
+        rank = launch["rank"] if launch else 0
+        if other_launch["size"] > 1:
+            rank = rank or other_launch["local_rank"] or 0  # srun may have started torchrun, once on each host
+    return JobReport(reports, sizes, num_ranks, backend, failure, network, transport), rank == 0
+
+
+def _ranks_per_node(sizes: Mapping[str, Any]) -> int | None:
+    """Return the declared ranks of a node. None: those of a host. Another finding reports a wrong number."""
+    try:
+        declared = sizes.get("ranks_per_node") or _env.ranks_per_node()
+    except EPConfigError:
+        return None
+    return declared if isinstance(declared, int) and declared > 0 else None
+
+
+# --- findings ----------------------------------------------------------------------------------------------------------------------
+
+
+def findings(job: JobReport) -> list[Finding]:
+    """Apply every rule. Return the findings by level and type, the worst first.
+
+    Equal findings about several ranks become one.
+    """
+    made = [finding for rule in (*RULES, *NETWORK_RULES) for finding in _apply(rule, job)]
+    ranks: dict[Finding, list[int]] = {}
+    for report in job.reports:
+        for rule in RANK_RULES:
+            for finding in _apply(rule, job, report):
+                ranks.setdefault(finding, []).append(report["rank"])
+    for finding, at in ranks.items():
+        is_everywhere = len(at) == len(job.reports)
+        made.append(finding if is_everywhere else Finding(finding.type, finding.level, finding.what, tuple(at)))
+    names = list(FINDING_TYPES)
+    return sorted(made, key=lambda finding: (LEVELS.index(finding.level), names.index(finding.type.name)))
+
+
+def _apply(rule: Callable[..., Iterator[Finding]], *arguments: Any) -> list[Finding]:
+    """Apply a rule. If unexpected facts make it raise, the error is the finding."""
+    try:
+        return list(rule(*arguments))
+    except Exception as error:
+        return [Finding.of("probe-failed", "warning", f"the rule {rule.__name__}: {type(error).__name__}: {error}")]
+
+
+# --- documents for programs --------------------------------------------------------------------------------------------------------
 
 
 def as_json(job: JobReport, found: Sequence[Finding]) -> dict[str, Any]:

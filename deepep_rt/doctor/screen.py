@@ -11,8 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from .facts import Finding, JobReport, access_between, differences, fact, format_ranges, gpu_of, gpus, path_between
-from .findings import is_broken
+from .facts import Finding, JobReport, access_between, differences, fact, format_ranges, gpu_of, gpus, is_broken, path_between
 from .network_facts import has_several_nodes, link_summaries, transport_of
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}

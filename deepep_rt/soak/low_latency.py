@@ -9,9 +9,8 @@ import numpy as np
 from ..arrays.dtypes import FP8_GROUP
 from ..results import LowLatencyCombineResult, LowLatencyDispatchResult
 from .arrays import row_keys
-from .expected import ExpertRouting, weighted
+from .expected import ExpertRouting, to_fp8, weighted
 from .plan import RoundPlan, Step, excluded_of, experts_of
-from .row_formats import to_fp8
 from .session import Session
 
 _STATS_START = 7

@@ -38,28 +38,13 @@ class Call:
     combine_mode: str
     sums_weights: bool
     biases: int
-    compress: str | None
-    is_prepared: bool = False  # both calls of a repeat are prepared
-
-
-@dataclass(frozen=True)
-class ExpertCall:
-    """A dispatch with rows by expert and its combine."""
-
-    is_repeat: bool  # with the handle of the first call
-    dtype: str
-    scale_words: int
-    by_column: bool
-    has_weights: bool
-    zero_padding: bool
-    mode: str
-    combine_dtype: str
-    combine_mode: str
-    sums_weights: bool
-    is_weighted: bool  # rows are multiplied by the weights
-    has_bias: bool
-    reduce: str
     compress: str | None  # with reduce="rank"
+    is_prepared: bool = False  # both calls of a repeat are prepared
+    # Only of rows by expert:
+    by_column: bool = False
+    zero_padding: bool = False
+    is_weighted: bool = False  # rows are multiplied by the weights
+    reduce: str = "rank"
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,6 @@ class RoundPlan:
     worst: tuple[int, ...] | None = None  # num_worst_tokens of each rank
     alignment: int = 1
     calls: tuple[Call, ...] = ()
-    expert_calls: tuple[ExpertCall, ...] = ()
     steps: tuple[Step, ...] = ()
 
 
@@ -135,9 +119,8 @@ def round_of(options: Options, number: int) -> RoundPlan:
         if draw.chance(0.5):
             worst = tuple(draw.number(0, most) for _ in range(options.num_ranks))
     alignment = draw.one_of(1, 1, 4, 16, 128)
-    if kind == "expert_rows":
-        return RoundPlan(**common, worst=worst, alignment=alignment, expert_calls=_expert_calls(draw, options, buffer.shape))
-    return RoundPlan(**common, worst=worst, alignment=alignment, calls=_calls(draw, options, buffer.shape))
+    calls = (_expert_calls if kind == "expert_rows" else _calls)(draw, options, buffer.shape)
+    return RoundPlan(**common, worst=worst, alignment=alignment, calls=calls)
 
 
 def experts_of(options: Options, plan: RoundPlan, step: int, rank: int) -> np.ndarray:
@@ -257,12 +240,12 @@ def _prepared_call(call: Call) -> Call:
     return dataclasses.replace(call, mode=mode, combine_mode=mode, is_prepared=True)
 
 
-def _expert_calls(draw: Draw, options: Options, shape: Shape) -> tuple[ExpertCall, ...]:
+def _expert_calls(draw: Draw, options: Options, shape: Shape) -> tuple[Call, ...]:
     payloads = [dtype for dtype in _PAYLOADS if _fits(shape, dtype)]
     sums, forms = [dtype for dtype in COMBINE_DTYPES if _fits(shape, dtype)], compressions_of(options, shape)
-    return tuple(
-        ExpertCall(
-            is_repeat=number > 0,
+    made = []
+    for number in range(draw.one_of(1, 1, 2)):
+        drawn: dict[str, Any] = dict(
             dtype=draw.one_of(*payloads),
             scale_words=draw.number(1, -(-shape.hidden // FP8_GROUP)) if draw.chance(0.4) else 0,
             by_column=draw.chance(0.5),
@@ -273,12 +256,13 @@ def _expert_calls(draw: Draw, options: Options, shape: Shape) -> tuple[ExpertCal
             combine_mode=draw.one_of(*_STREAM_MODES),
             sums_weights=draw.chance(0.7),
             is_weighted=draw.chance(0.6),
-            has_bias=draw.chance(0.3),
+            biases=int(draw.chance(0.3)),
             reduce=draw.one_of("rank", "topk"),
             compress=draw.one_of(*forms) if draw.chance(0.2) else None,
         )
-        for number in range(draw.one_of(1, 1, 2))
-    )
+        has_idx = number == 0 or drawn["has_weights"]
+        made.append(Call(is_repeat=number > 0, scale_dtype="float32", has_idx=has_idx, **drawn))
+    return tuple(made)
 
 
 def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]:

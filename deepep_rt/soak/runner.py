@@ -14,21 +14,22 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .._checks import is_int_in_range
 from ..bench.ranks import check_writable, fail_together, world
 from ..buffer import Buffer
 from ..comm.consensus import timed_allgather
-from ..config import Config
-from ..errors import EPError
-from . import expert_rows as soak_expert_rows
+from ..config import MAX_TIMEOUT_S, Config
+from ..errors import EPConfigError, EPError
 from . import graph as soak_graph
 from . import low_latency as soak_low_latency
 from . import throughput as soak_throughput
 from .arrays import Arrays
-from .asked import Asked
 from .buffers import Options, buffer_of
 from .check import MOST_REPORTED, Checker, Mismatch
 from .interruption import Interruption
@@ -43,13 +44,52 @@ if TYPE_CHECKING:
 
 _RUN_ROUND = {
     "throughput": soak_throughput.run_round,
-    "expert_rows": soak_expert_rows.run_round,
+    "expert_rows": soak_throughput.run_round,
     "low_latency": soak_low_latency.run_round,
     "graph": soak_graph.run_round,
 }
 _ROUNDS_BETWEEN_SYNCS = 16
 _DEFAULT_MINUTES = 10.0
 _COMPILING_S = 900.0  # additional limit for making a Buffer on GPUs
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of the command line. None: the default."""
+
+    minutes: float | None = None
+    rounds: int | None = None
+    seed: int | None = None
+    round: int | None = None
+    since: int | None = None
+    backend: str = "auto"
+    json_file: Path | None = None
+    sizes: dict[str, int | None] = field(default_factory=dict)
+    timeout_s: float = 60.0
+    progress_s: float = 10.0
+
+    def check(self) -> None:
+        """Check the values and their combination.
+
+        Raises:
+            EPConfigError: if a value is out of range, or two values contradict each other.
+        """
+        if self.minutes is not None and not 0 < self.minutes < MAX_TIMEOUT_S:
+            raise EPConfigError(f"--minutes is {self.minutes:g}; expected a positive number. Pass one.")
+        for name, least in (("rounds", 1), ("round", 0), ("since", 0)):
+            value = getattr(self, name)
+            if value is not None and not is_int_in_range(value, least, 1 << 62):
+                raise EPConfigError(f"--{name} is {value}; expected a whole number from {least} on. Pass one.")
+        if self.since is not None and (self.round is None or self.since > self.round):
+            raise EPConfigError(f"--since is {self.since}; expected --round with a round from {self.since} on. Pass both.")
+        if self.round is not None and self.seed is None:
+            raise EPConfigError(f"--round is {self.round}; expected the --seed of the run that it repeats. Pass it too.")
+        if self.backend not in ("auto", "cuda", "host"):
+            raise EPConfigError(f"--backend is {self.backend!r}; expected auto, cuda or host. Choose one of these.")
+        for name in ("timeout_s", "progress_s"):
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                option = "--" + name.replace("_", "-")
+                raise EPConfigError(f"{option} is {getattr(self, name):g}; expected a positive number of seconds. Pass one.")
 
 
 def run(asked: Asked) -> dict[str, Any] | None:

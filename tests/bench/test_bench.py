@@ -180,11 +180,18 @@ with bench_ranks.fail_together(MPI.COMM_WORLD) as comm:
     assert "rank 1: error: out of luck; the other ranks are ended" in done.stderr
 
 
-@pytest.mark.parametrize("options", [["--quick"], ["--model"], ["--from", "bench/results/h200x8_2026-11-22.json"]])
-def test_a_missing_library_is_named_before_the_run(options, tmp_path):
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "deepep_rt", "bench", "--quick"],
+        ["-m", "deepep_rt", "bench", "--from", "bench/results/h200x8_2026-11-22.json"],
+        ["bench/predict.py"],
+    ],
+)
+def test_a_missing_library_is_named_before_the_run(command, tmp_path):
     blocked, out = tmp_path / "blocked", tmp_path / "out"
     blocked.mkdir()
-    words = [sys.executable, "-m", "deepep_rt", "bench", *options, "--out", str(out)]
+    words = [sys.executable, *command, "--out", str(out)]
     environment = {**os.environ, **without(blocked, "matplotlib")}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
     assert done.returncode == 1

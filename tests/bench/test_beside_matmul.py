@@ -16,9 +16,11 @@ from paths import ROOT
 pytest.importorskip("rich")
 pytest.importorskip("ml_dtypes")
 
+import beside_matmul
+import side_by_side
+from side_by_side import Load
+
 from deepep_rt import EPConfigError
-from deepep_rt.bench import beside_matmul, side_by_side
-from deepep_rt.bench.side_by_side import Load
 
 
 def test_units_count_while_all_loads_run() -> None:

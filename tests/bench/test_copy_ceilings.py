@@ -13,7 +13,7 @@ from paths import ROOT
 
 pytest.importorskip("rich")
 
-from deepep_rt.bench import checks, nccl, report
+from deepep_rt.bench import nccl, report, results
 from deepep_rt.bench.results import Row, ceiling_note, document, read
 
 SETTINGS = {"backend": "cuda", "hidden": 128, "topk": 2, "experts": 4}
@@ -27,7 +27,7 @@ def made(ceilings: dict[int, dict[str, float]]) -> dict[str, Any]:
 
 def test_the_ceiling_is_the_largest_of_all_methods() -> None:
     result = made({8: {"kernel": 2e11, "copy engines": 3.9e11}, 24: {"kernel": 3e11, "copy engines": 3.8e11}})
-    checks.check_result(result | {"copy_ceiling_gb_s": {**result["copy_ceiling_gb_s"], "by_sms": {"8": 200.0, "24": 300.0}}})
+    results.check_result(result | {"copy_ceiling_gb_s": {**result["copy_ceiling_gb_s"], "by_sms": {"8": 200.0, "24": 300.0}}})
     assert result["copy_ceiling_gb_s"] == {
         "by_sms": {8: 200.0, 24: 300.0},
         "by_method": {"kernel": 300.0, "copy engines": 390.0},

@@ -15,8 +15,8 @@ from paths import ROOT
 pytest.importorskip("rich")
 pytest.importorskip("ml_dtypes")
 
-from deepep_rt.bench import host_path
-from deepep_rt.bench.stages import Stages, wrapper_costs
+import host_path
+from stages import Stages, wrapper_costs
 
 
 class _Work:

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from paths import ROOT
 
-pytest.importorskip("typer")
+pytest.importorskip("rich")
 
-from deepep_rt.bench import model, model_report, published
-from deepep_rt.bench.model_report import Asked, predict
+import model
+import predict as program
+import published
+from predict import Asked, predict
+
 from deepep_rt.bench.results import read
-from deepep_rt.cli import app as cli
 from deepep_rt.errors import EPConfigError
 
 RESULTS = ROOT / "bench/results"
@@ -135,8 +137,8 @@ def test_more_ranks_than_experts() -> None:
 def test_near_figures_come_from_results() -> None:
     found = model.near_of_results([read(file) for file in NEAR_FILES])
     for link, constant in (
-        (found["near"], model_report.NEAR_H200),
-        (found["near_low_latency"], model_report.NEAR_LOW_LATENCY_H200),
+        (found["near"], program.NEAR_H200),
+        (found["near_low_latency"], program.NEAR_LOW_LATENCY_H200),
     ):
         assert (link.gb_s, link.us) == pytest.approx((constant.gb_s, constant.us), rel=0.01)
     # The line through all points returns each measured dispatch of the result that it comes from.
@@ -157,10 +159,10 @@ def test_the_newest_results_of_this_folder_are_taken(tmp_path: Path) -> None:
     (tmp_path / "bench-2026-11-23-100000").mkdir()
     (tmp_path / "bench-2026-11-23-100000/throughput.json").write_text(json.dumps(on_host))
     (tmp_path / "bench-2026-11-24-100000").mkdir()
-    found = model_report.newest_results(tmp_path)
+    found = program.newest_results(tmp_path)
     assert found == [tmp_path / "bench-2026-11-22-100000/throughput.json"]
-    assert model_report.machine_of(Asked(), found).where.startswith("near: bench-2026-11-22-100000/throughput.json; far: ib-ndr")
-    assert model_report.newest_results(tmp_path / "bench-2026-11-24-100000") == []
+    assert program.machine_of(Asked(), found).where.startswith("near: bench-2026-11-22-100000/throughput.json; far: ib-ndr")
+    assert program.newest_results(tmp_path / "bench-2026-11-24-100000") == []
 
 
 def test_results_of_other_machines_are_refused() -> None:
@@ -183,9 +185,11 @@ def test_a_line_through_odd_points() -> None:
 
 
 def _command(*words: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        cli.run(["bench", "--model", *words])
-    return int(caught.value.code or 0)
+    try:
+        program.main(words)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
 
 
 def test_the_command_prints_json_and_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,7 +211,7 @@ def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert re.search(r"8 +│ +64 +│ hierarchical \* ", shown)
     assert "3.6 % rms, 8.9 % at worst" in shown
-    assert all(text in " ".join(shown.split()) for text in model_report.assumptions())
+    assert all(text in " ".join(shown.split()) for text in program.assumptions())
 
 
 @pytest.mark.parametrize(
@@ -236,6 +240,6 @@ def test_the_page_has_todays_figures_and_assumptions() -> None:
     assert len(found["assumptions"]) == 7
     for text in found["assumptions"]:
         assert text in PAGE
-    for table in model_report.tables(found):
+    for table in program.tables(found):
         for row in _cells(table):
             assert f"| {row.replace('*', chr(92) + '*')} |" in PAGE, row

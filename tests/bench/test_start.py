@@ -14,8 +14,9 @@ from paths import HELPERS, ROOT
 
 pytest.importorskip("rich")
 
+import start
+
 from deepep_rt import EPConfigError, EPUnavailableError
-from deepep_rt.bench import start
 
 SIZES = ["--tokens", "8", "--hidden", "128", "--experts", "8", "--topk", "2", "--quick"]
 

@@ -19,7 +19,8 @@ from paths import ROOT
 
 from deepep_rt import Buffer
 from deepep_rt.cli import app as cli
-from deepep_rt.doctor import examine, runner
+from deepep_rt.doctor import report as doctor_report
+from deepep_rt.doctor import runner
 
 
 def test_facts_are_those_of_the_installation(doctor: Doctor) -> None:
@@ -61,8 +62,8 @@ def test_sizes_are_options(doctor: Doctor) -> None:
 def test_a_size_of_zero_is_not_the_default(
     probed: dict[str, Any], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(examine, "run_probes", lambda: probed)
-    monkeypatch.setattr(examine, "gather", lambda report, network: (0, [{**report, **runner.ALONE}], None, None))
+    monkeypatch.setattr(doctor_report, "run_probes", lambda: probed)
+    monkeypatch.setattr(doctor_report, "gather", lambda report, network: (0, [{**report, **runner.ALONE}], None, None))
     with pytest.raises(SystemExit) as caught:
         cli.run(["doctor", "--json", option, "0"])
     assert caught.value.code == 1

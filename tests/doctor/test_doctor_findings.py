@@ -32,7 +32,7 @@ from paths import ROOT
 
 from deepep_rt.doctor.catalog import FINDING_TYPES, MIN_NVSHMEM
 from deepep_rt.doctor.facts import JobReport, differences, first_few, format_ranges
-from deepep_rt.doctor.findings import findings
+from deepep_rt.doctor.report import findings
 
 
 def found(job: JobReport) -> dict[str, str]:

@@ -19,8 +19,8 @@ from paths import ROOT
 
 from deepep_rt.description import BufferDescription, LinkRates
 from deepep_rt.doctor import addresses, network_facts, network_rates, report, runner, screen
-from deepep_rt.doctor.findings import findings
 from deepep_rt.doctor.links import LINK_KINDS, nic_kind, tcp_kind
+from deepep_rt.doctor.report import findings
 from deepep_rt.errors import EPUnavailableError
 
 

@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="comes with deepep_rt[bench]")
 
-from deepep_rt.bench import beside_matmul as bench_beside_matmul
+import beside_matmul as bench_beside_matmul
+import host_path as bench_host_path
+
 from deepep_rt.bench import compressed, report
 from deepep_rt.bench import figures as bench_figures
-from deepep_rt.bench import host_path as bench_host_path
 from deepep_rt.bench import jitter as bench_jitter
 from deepep_rt.bench import low_latency as bench_low_latency
 from deepep_rt.bench import page as bench_page

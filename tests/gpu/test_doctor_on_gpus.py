@@ -25,7 +25,7 @@ from deepep_rt import Buffer  # noqa: E402
 from deepep_rt.doctor import network_rates  # noqa: E402
 from deepep_rt.doctor import runner as doctor_run  # noqa: E402
 from deepep_rt.doctor.facts import JobReport, gpu_of  # noqa: E402
-from deepep_rt.doctor.findings import findings  # noqa: E402
+from deepep_rt.doctor.report import findings  # noqa: E402
 from deepep_rt.jit import build, compiler  # noqa: E402
 
 LAUNCHERS = ("OMPI_", "PMI", "PMIX_", "PRTE_", "MPI_", "HYDI_", "SLURM_", "DEEPEP_RT_SHARE_GPUS")

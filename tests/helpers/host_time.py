@@ -99,7 +99,12 @@ def use_torch_as_if_on_a_gpu() -> None:
 
 def measure_steps(library: str) -> None:
     """Print the table of `bench/host_path.py`."""
-    from deepep_rt.bench import host_path
+    from paths import ROOT
+
+    sys.path.append(str(ROOT / "bench"))
+    import host_path
+
+    from deepep_rt.bench.results import python_build
 
     make: Callable[..., Any]
     if library == "torch":
@@ -117,7 +122,7 @@ def measure_steps(library: str) -> None:
     rows = ((10, 256), (8, 256, 256), (40, 256))
     x, low_latency_y, y = (make("bfloat16", *shape) for shape in rows)
     arrays = host_path.Arrays(x, make("int64", 10, 4), make("float32", 10, 4), low_latency_y, y)
-    print(f"{host_path.python_build()}, {library}")
+    print(f"{python_build()}, {library}")
     print(host_path.markdown([vars(row) for row in host_path.measure(make_buffer(), arrays, 300, 60, lambda: None)]))
 
 

@@ -30,7 +30,8 @@ FILES = {
 }
 """Each file by its module's name in `deepep_rt`: "jit.build", "jit" for a folder's __init__.py, "__init__" for the package."""
 
-# A file imports only from files of its own layer and of those before it. A layer is a folder, or files at the top of the package.
+# A file imports only from files of its own layer and of those before it. A layer is a folder with all files in it. Only the top of the
+# package has files of several layers, and `backends.factory` comes after the backends.
 LAYERS = [
     "errors _version _shim _env _checks _console _documents _finalizers _install",
     "arrays",
@@ -103,6 +104,12 @@ def test_imports_point_to_layers_before(layer: str) -> None:
     for module in modules:
         above = {name for name in _arrows()[module] if _layer_of(name) not in allowed}
         assert not above, f"deepep_rt.{module} imports {sorted(above)}, of later layers"
+
+
+def test_layers_name_what_there_is() -> None:
+    """A name that is left after its file has moved would give its layer to the next file of that name."""
+    folders = {name.rpartition(".")[0] for name in FILES}
+    assert not {place for layer in LAYERS for place in layer.split()} - FILES.keys() - folders
 
 
 def test_imports_point_in_no_circle() -> None:

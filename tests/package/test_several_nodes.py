@@ -11,10 +11,11 @@ from paths import ROOT
 
 pytest.importorskip("rich", reason="rich comes with deepep_rt[cli]")
 
+import model
+
 from deepep_rt.backends.agreement import _check_same
 from deepep_rt.backends.overflow import too_many_rows
 from deepep_rt.backends.path_choice import call_times, choose_path
-from deepep_rt.bench import model
 from deepep_rt.comm.relay_puts import RelayPeers
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config

@@ -221,9 +221,10 @@ def test_plans_draw_every_option():
     assert {buffer.num_max_recv_tokens is None for buffer in on_host} == {True, False}
     asked = buffers_of(soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True, ranks_per_node=2))
     assert {buffer.ranks_per_node for buffer in asked} == {2}
-    by_expert = [call for plan in rounds for call in plan.expert_calls]
-    for name in ("is_repeat", "by_column", "has_weights", "zero_padding", "sums_weights", "is_weighted", "has_bias"):
+    by_expert = [call for plan in rounds if plan.kind == "expert_rows" for call in plan.calls]
+    for name in ("is_repeat", "by_column", "has_weights", "zero_padding", "sums_weights", "is_weighted"):
         assert {getattr(call, name) for call in by_expert} == {True, False}, name
+    assert {call.biases for call in by_expert} == {0, 1}
     assert {call.reduce for call in by_expert} == {"rank", "topk"}
     assert {call.compress for call in by_expert} == {None, "fp8", "log10"}
     steps = [step for plan in rounds for step in plan.steps]
@@ -255,7 +256,7 @@ def test_a_fifth_of_the_combines_compress_rows():
     def drawn(**settings):
         options = soak_buffers.Options(seed=2, num_ranks=4, on_gpu=True, **settings)
         rounds = [soak_plan.round_of(options, number) for number in range(1500)]
-        return [call.compress for plan in rounds for call in (*plan.calls, *plan.expert_calls)]
+        return [call.compress for plan in rounds for call in plan.calls]
 
     found = drawn(hidden=7168)
     assert 0.17 < sum(form is not None for form in found) / len(found) < 0.23
@@ -327,7 +328,7 @@ def test_fp8_agrees_with_the_oracle(round_scale, ue8m0):
     import ml_dtypes
 
     from deepep_rt.soak.arrays import Arrays, row_keys
-    from deepep_rt.soak.row_formats import to_fp8
+    from deepep_rt.soak.expected import to_fp8
 
     arrays = Arrays(on_gpu=False)
     rows = arrays.numbers(row_keys(5, np.arange(6)), 256, "bfloat16")
@@ -344,7 +345,7 @@ def test_compressed_rows_agree_with_the_library(form):
     """Soak computes the values after the way without packing rows, so that it can do so on a GPU."""
     from deepep_rt.arrays.compressed_rows import compress, expand
     from deepep_rt.soak.arrays import Arrays, row_keys
-    from deepep_rt.soak.row_formats import after_compression
+    from deepep_rt.soak.expected import after_compression
 
     arrays, draw = Arrays(on_gpu=False), np.random.default_rng(8)
     made = [
@@ -365,7 +366,7 @@ def test_compressed_rows_agree_with_the_library(form):
 
 def test_compressed_rows_on_a_gpu_come_in_parts(monkeypatch):
     from deepep_rt.soak import arrays as soak_arrays
-    from deepep_rt.soak.row_formats import after_compression
+    from deepep_rt.soak.expected import after_compression
 
     arrays = soak_arrays.Arrays(on_gpu=False)
     rows = np.random.default_rng(3).standard_normal((50, 256), np.float32)
@@ -376,7 +377,7 @@ def test_compressed_rows_on_a_gpu_come_in_parts(monkeypatch):
 
 def test_fp8_ties_go_to_even():
     from deepep_rt.soak.arrays import Arrays
-    from deepep_rt.soak.row_formats import to_fp8
+    from deepep_rt.soak.expected import to_fp8
 
     values = np.zeros((1, 128), np.float32)
     values[0, :4] = 448, 17, 19, -17  # between 16 and 18, and 18 and 20

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import EPConfigError
+from deepep_rt.errors import EPConfigError
 
 _DEPTH = 4  # units that wait in a stream, so that it always has work
 

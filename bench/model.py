@@ -30,10 +30,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..backends.path_choice import Traffic, expected_traffic
-from ..errors import EPConfigError
-from ..kernels.nodes_layout import usual_chunk_tokens
-from .results import Sizes, low_latency_rows, row_bytes, throughput_rows
+from deepep_rt.backends.path_choice import Traffic, expected_traffic
+from deepep_rt.bench.results import Sizes, low_latency_rows, row_bytes, throughput_rows
+from deepep_rt.errors import EPConfigError
+from deepep_rt.kernels.nodes_layout import usual_chunk_tokens
 
 CALLS = {"dispatch": "fp8", "combine": "bf16"}
 """The calls of the model, and the type of their rows."""

@@ -7,7 +7,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from .figures import CEILING, OURS, PANEL_INCHES, STYLE, THEIRS, Line, draw_panel, label_lines, png
+from deepep_rt.bench.figures import CEILING, OURS, PANEL_INCHES, STYLE, THEIRS, Line, draw_panel, label_lines, png
 
 __all__ = ["draw", "png"]
 
@@ -16,7 +16,7 @@ _PATHS = {"hierarchical": (OURS["known"], "o"), "direct": (OURS["unknown"], "s")
 
 
 def draw(found: dict[str, Any]) -> Figure:
-    """Draw a document of `model_report.predict`: a panel for each mode and call."""
+    """Draw a document of `predict.predict`: a panel for each mode and call."""
     with rc_context(STYLE):
         figure = Figure(figsize=(2 * PANEL_INCHES[0], 0.6 + 2 * PANEL_INCHES[1]), layout="constrained")
         figure.suptitle(f"Model, not measured. {found['machine']['where']}", fontsize=11)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import model
+import model
 
 
 class PublishedRow(NamedTuple):

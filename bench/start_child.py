@@ -1,6 +1,6 @@
 """Make the first Buffer of this process, and write what each stage took. `bench/start.py` starts this file by its path.
 
-Python would import the package before a module of it. This file is none, so it measures that import too.
+It is no module of the package, which Python would import before it. So it measures that import too.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ def functions_of(backend: str) -> list[tuple[str, Any, str]]:
 def make_buffer(clock: Clock, backend: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Make the Buffer in stages, and destroy it. Return what it runs on."""
     from mpi4py import MPI
+    from stages import Stages
 
     import deepep_rt
-    from deepep_rt.bench.stages import Stages
 
     stages, functions = Stages(), functions_of(backend)
     MPI.COMM_WORLD.Barrier()  # the ranks do not start at once
@@ -119,6 +119,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # The modules of this folder must hide no other library. With PYTHONSAFEPATH, Python does not put it on the path.
-    if sys.path[0] == str(Path(__file__).parent):
-        del sys.path[0]
+    folder = str(Path(__file__).parent)
+    sys.path[:] = [*(path for path in sys.path if path != folder), folder]
     main()

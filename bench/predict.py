@@ -1,20 +1,32 @@
-"""Print and write what the model says for 1 to 256 nodes (`python -m deepep_rt bench --model`)."""
+"""Predict calls over 1 to 256 nodes from figures of the links. It measures nothing, and needs neither MPI nor a GPU.
+
+python bench/predict.py                                              # 8 H200s a node, an InfiniBand NDR NIC for each GPU
+python bench/predict.py --from measured/throughput.json --nic roce-200 --out predicted
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..doctor.links import NIC_KINDS
-from ..errors import EPConfigError
-from . import model, published
-from .ranks import check_writable, need
-from .report import ResultTable, markdown_table, print_table
-from .results import Sizes, read
+from deepep_rt._install import or_exit
+
+with or_exit("the model", "bench"):
+    import model
+    import published
+
+    from deepep_rt._console import printing
+    from deepep_rt.bench.ranks import check_writable, need
+    from deepep_rt.bench.report import ResultTable, markdown_table, print_table
+    from deepep_rt.bench.results import Sizes, read
+    from deepep_rt.doctor.links import NIC_KINDS
+    from deepep_rt.errors import EPConfigError, EPError
 
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_NODES = 4096
@@ -71,7 +83,7 @@ def run(asked: Asked, files: Sequence[Path], out: Path | None, *, as_json: bool)
         check_writable(None, out, "--out")
         (out / "model.json").write_text(json.dumps(found, indent=1) + "\n")
         (out / "model.md").write_text(markdown(found))
-        from .model_figure import draw, png
+        from model_figure import draw, png
 
         (out / "model.png").write_bytes(png(draw(found)))
     if as_json:
@@ -264,3 +276,47 @@ def markdown(found: dict[str, Any]) -> str:
         parts += [f"## {table.title}", markdown_table(table.heads, table.rows), table.caption]
     parts += ["## Assumptions", "\n".join(f"- {text}" for text in found["assumptions"])]
     return "\n\n".join(parts) + "\n"
+
+
+# --- the command -------------------------------------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, tuple[type, str]] = {
+    "nodes": (str, "numbers of nodes; default: 1,2,4 and so on up to 256"),
+    "node_size": (int, "ranks of a node; default: those of --from, or 8"),
+    "near_gb_s": (float, "GB/s between GPUs of a node; default: of --from, or H200"),
+    "near_us": (float, "microseconds of an empty call in a node"),
+    "nic": (str, "kind of NIC of each rank: ib-ndr, roce-100, efa-200, tcp-25 or others"),
+    "nic_gb_s": (float, "line rate of a rank's NIC, or of its share of one"),
+    "nic_share": (float, "part of the line rate that rows reach; default: 0.864"),
+    "nic_us": (float, "microseconds of an empty call over the network; default: 24.3"),
+    "nic_message_us": (float, "microseconds of a NIC or proxy for each message"),
+    "tokens": (int, "tokens of a rank in a throughput call"),
+    "low_latency_tokens": (int, "tokens of a rank in a low-latency call"),
+    "hidden": (int, "elements of a row"),
+    "topk": (int, "experts of a token"),
+    "experts": (int, "experts over all ranks"),
+    "groups": (int, "most nodes of a token in throughput calls; 0: no limit"),
+}
+"""Type and help of each field of `Asked`."""
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the program. After an EPError, print its message and exit with status 1."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, (kind, text) in OPTIONS.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=kind, default=Asked._field_defaults[name], help=text)
+    parser.add_argument("--from", dest="files", type=Path, action="append", metavar="FILE", help="near figures; may be repeated")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write model.json, model.md and model.png")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="machine-readable output")
+    asked = vars(parser.parse_args(words))
+    files, out, as_json = asked.pop("files"), asked.pop("out"), asked.pop("as_json")
+    try:
+        with printing():
+            run(Asked(**asked), files or [], out, as_json=as_json)
+    except EPError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
