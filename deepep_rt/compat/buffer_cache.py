@@ -57,10 +57,6 @@ class SharedCounts:
     A word holds a number and the number of its call, so a reader sees whether the word belongs to the current call. Even and odd calls use
     separate words. A rank that writes for call n + 2 has seen that all ranks started call n + 1, so they have read the words of call n.
 
-    Args:
-        comm: The ranks, all on one host.
-        timeout_s: How long `read` waits for a rank.
-
     Raises:
         EPUnavailableError: On every rank, if they cannot map the same memory.
     """
@@ -147,7 +143,7 @@ class MessageCounts:
     same call of the other ranks.
 
     Args:
-        comm: The ranks. No other messages may use it, and `close` frees it.
+        comm: No other messages may use it, and `close` frees it.
         timeout_s: How long `read` waits for a rank.
     """
 
@@ -183,15 +179,7 @@ class MessageCounts:
 
 
 class NormalBuffers:
-    """Buffers of the normal mode, one for each `Shape`.
-
-    Args:
-        comm: The ranks.
-        num_bytes: Memory that a Buffer may take before a call needs more (`num_nvl_bytes`).
-        num_slots: `num_slots` of each Buffer.
-        ranks_per_node: Ranks of each node.
-        network: What NVSHMEM starts with, or None.
-    """
+    """Buffers of the normal mode, one for each `Shape`. `num_bytes` is the memory that one may take before a call needs more."""
 
     def __init__(
         self, comm: Communicator, num_bytes: int, num_slots: int, ranks_per_node: int, network: NetworkOptions | None = None
@@ -228,11 +216,8 @@ class NormalBuffers:
         Args:
             shape: The shape of the call.
             num_tokens: Tokens of this rank.
-            counts: More numbers for the other ranks.
+            counts: More numbers for the other ranks, which the call returns of all ranks.
             send: Makes the call, with this rank's tokens (True) or without them (False).
-
-        Returns:
-            The Buffer, the result, and the counts of all ranks.
         """
         buffer = self.buffer_for(shape, num_tokens, 0)
         while True:
@@ -263,13 +248,7 @@ class NormalBuffers:
                 buffer = self._make(shape, max(most_tokens, config.num_max_tokens_per_rank), most_rows)
 
     def buffer_for(self, shape: Shape, num_tokens: int, min_rows: int) -> Buffer:
-        """Return the Buffer of a shape, or make one.
-
-        Args:
-            shape: The shape of the call.
-            num_tokens: Tokens of this rank. A new Buffer takes them.
-            min_rows: Rows for a rank that the Buffer has to take. All ranks give the same number.
-        """
+        """Return the Buffer of a shape, or make one that takes these tokens of this rank. All ranks give the same `min_rows`."""
         buffer, min_tokens = self._current.get(shape), -(-min_rows // self._comm.Get_size())
         if buffer is None:
             hint = "all ranks to call dispatch, with the same hidden, number of experts and top-k"
@@ -338,12 +317,7 @@ class NormalBuffers:
 
 
 class LowLatencyBuffers:
-    """Buffers of the low-latency mode. Every call names all sizes of its Buffer.
-
-    Args:
-        comm: The ranks.
-        settings: More arguments of every Buffer.
-    """
+    """Buffers of the low-latency mode. Every call names all sizes of its Buffer."""
 
     def __init__(self, comm: Communicator, **settings: Any) -> None:
         self._comm, self._settings = comm, settings

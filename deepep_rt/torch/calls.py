@@ -72,8 +72,8 @@ def backward_of_dispatch(
 
     Args:
         call: Gets the gradients of rows and weights, and sends them back to their tokens.
-        grad_x: The gradient of the rows; None for zeros.
-        grad_weights: That of the weights; None for zeros.
+        grad_x: None stands for zeros.
+        grad_weights: None stands for zeros.
         rows: The size, dtype and device of the rows.
         has_weights: Whether weights travelled with the rows.
         elsewhere: Which weights are of other ranks' experts; None if rows lie by expert.
@@ -97,7 +97,7 @@ def backward_of_combine(call: Callable[[Any], tuple[Any, ...]], grad: Any, weigh
 
     Args:
         call: Gets the gradient of the sums, and sends it to the rows. Returns it for each row, and which rows are padding.
-        grad: The gradient of the sums.
+        grad: That of the sums.
         weights: By which the combine multiplied the rows; None if it did not.
         x: The rows, if the weights need a gradient. Then `call` has to return the padding.
         reduce: The order of sums.
