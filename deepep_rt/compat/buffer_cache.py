@@ -277,14 +277,14 @@ class NormalBuffers:
 
     def check(self) -> None:
         """Raise the error that the next call would raise."""
-        for buffer in [*self._outgrown, *self._current.values()]:
+        for buffer in self.living:
             buffer.check()
 
     def destroy(self, in_touch: bool) -> None:
         """Destroy all Buffers. Collective. `in_touch`: whether all ranks are known to be alive."""
         with ExitStack() as stack:
             stack.callback(self._counts.close, in_touch)
-            for buffer in [*self._outgrown, *self._current.values()]:
+            for buffer in self.living:
                 stack.callback(buffer.destroy, in_touch)
 
     def _make(self, shape: Shape, num_tokens: int, num_rows: int) -> Buffer:
