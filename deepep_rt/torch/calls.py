@@ -68,15 +68,10 @@ def backward_of_dispatch(
     has_weights: bool,
     elsewhere: Any,
 ) -> tuple[Any, ...]:
-    """Return the gradients of `x` and `topk_weights`, or what else `call` returns.
+    """Return what `call` returns for the gradients of `x` and `topk_weights`, where None stands for zeros.
 
-    Args:
-        call: Gets the gradients of rows and weights, and sends them back to their tokens.
-        grad_x: None stands for zeros.
-        grad_weights: None stands for zeros.
-        rows: The size, dtype and device of the rows.
-        has_weights: Whether weights travelled with the rows.
-        elsewhere: Which weights are of other ranks' experts; None if rows lie by expert.
+    `rows` is the size, dtype and device of the rows. `elsewhere` tells which weights are of other ranks' experts. It is None if rows lie by
+    expert.
     """
     # The arguments depend on the forward pass and not on the gradients of this rank, so all ranks make the same call.
     if grad_x is None:
@@ -95,12 +90,8 @@ def backward_of_dispatch(
 def backward_of_combine(call: Callable[[Any], tuple[Any, ...]], grad: Any, weights: Any, x: Any, reduce: str) -> tuple[Any, ...]:
     """Return the gradients of the rows and of their weights, and what else `call` returns.
 
-    Args:
-        call: Gets the gradient of the sums, and sends it to the rows. Returns it for each row, and which rows are padding.
-        grad: That of the sums.
-        weights: By which the combine multiplied the rows; None if it did not.
-        x: The rows, if the weights need a gradient. Then `call` has to return the padding.
-        reduce: The order of sums.
+    `call` sends the gradient of the sums to the rows, and returns it with the padding. Only the gradient of weights needs the padding
+    and `x`.
     """
     grad_x, is_padding, *more = call(grad)
     if weights is None:
