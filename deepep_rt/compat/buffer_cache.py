@@ -27,7 +27,7 @@ from .._checks import argument_error, flag, whole_number
 from ..backends.agreement import creation_comm
 from ..buffer import Buffer, notice_of
 from ..comm.communicator import Communicator
-from ..comm.rendezvous import timed_allgather
+from ..comm.consensus import timed_allgather
 from ..config import MAX_EXPERTS, MAX_TOPK
 from ..errors import EPConfigError, EPError, EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from ..network import NetworkOptions

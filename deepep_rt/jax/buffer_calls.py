@@ -80,9 +80,9 @@ def _copy_rows(stream: int | None, rows: View, num_kept: View, out: View) -> Non
     """Copy the rows that arrived, and set the other rows to zero, because sums over all rows (gradients of experts) include them."""
     assert rows.nbytes == out.nbytes
     if stream is not None:
-        from ..jit import local_kernels
+        from ..jit.launch import launch_local, launch_zero_padding, load_local
 
-        local_kernels.zero_padding(stream, rows.ptr, out.ptr, num_kept.ptr, out.shape[0], out.row_bytes)
+        launch_zero_padding(stream, rows.ptr, out.ptr, num_kept.ptr, out.shape[0], out.row_bytes)
     else:
         num_bytes = int(host_bytes(num_kept).view("int32")[0]) * out.row_bytes
         target = host_bytes(out)
