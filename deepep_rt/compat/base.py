@@ -25,14 +25,7 @@ class NoAttributeError(EPUnavailableError, AttributeError):
 class BufferState:
     """The ranks and nodes, the memory and the communication stream of one Buffer.
 
-    Args:
-        rank: This rank.
-        num_ranks: Ranks of the group.
-        ranks_per_node: Ranks of each node.
-        normal: The Buffers of the normal mode; None without that mode.
-        low_latency: The Buffers of the low-latency mode; None without that mode.
-        enable_shrink: Whether low-latency calls may exclude ranks.
-        notice: Tells the other ranks of refused calls also before there is a Buffer.
+    `normal` and `low_latency` are None without that mode. `notice` tells the other ranks of refused calls also before there is a Buffer.
     """
 
     def __init__(

@@ -9,10 +9,15 @@ nodes the ranks exchange `MessageCounts` after the call. There a rank may also r
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -23,16 +28,16 @@ from ..backends.agreement import creation_comm
 from ..buffer import Buffer, notice_of
 from ..comm.communicator import Communicator
 from ..comm.consensus import timed_allgather
-from ..config import MAX_TOPK
-from ..errors import EPConfigError, EPError, EPInputError, EPOutOfMemoryError, EPPeerError
+from ..config import MAX_EXPERTS, MAX_TOPK
+from ..errors import EPConfigError, EPError, EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from ..network import NetworkOptions
 from ..results import DispatchResult
 from .config import normal_bytes
-from .message_counts import MessageCounts
-from .shared_counts import SharedCounts
 
 _MIN_TOKENS = 128  # of a Buffer for the normal mode: fewer would save little memory
 _MAX_INITIAL_TOKENS = 8192  # of a Buffer that no call has needed yet
+_PREFIX = "deepep_rt-"  # of the name of a file with counts
+_MAX_WORDS = 2 + MAX_EXPERTS  # of a rank: its numbers of tokens and rows, and a count for each expert
 
 
 @dataclass(frozen=True)
@@ -46,16 +51,135 @@ class Shape:
     backend: str
 
 
-class NormalBuffers:
-    """Buffers of the normal mode, one for each `Shape`.
+class SharedCounts:
+    """Memory that all ranks of a host map. Each rank writes its numbers for the others. The constructor is collective.
+
+    A word holds a number and the number of its call, so a reader sees whether the word belongs to the current call. Even and odd calls use
+    separate words. A rank that writes for call n + 2 has seen that all ranks started call n + 1, so they have read the words of call n.
+
+    Raises:
+        EPUnavailableError: On every rank, if they cannot map the same memory.
+    """
+
+    def __init__(self, comm: Communicator, timeout_s: float) -> None:
+        self._rank, self._timeout_s, self._call = comm.Get_rank(), timeout_s, 1
+        shape = (2, comm.Get_size(), _MAX_WORDS)
+        num_bytes = 8 * int(np.prod(shape))
+        memory, problem = None, None
+        with ExitStack() as at_end:  # also if a rank does not come, or a signal handler raises
+            path = None
+            try:
+                path = _make_file(num_bytes, at_end) if self._rank == 0 else None
+            except OSError as error:
+                problem = f"rank {self._rank}: {error}"
+            path = comm.bcast(path)
+            try:
+                if path is not None:
+                    with _open_file(path, num_bytes) as opened:
+                        memory = mmap.mmap(opened.fileno(), num_bytes)
+            except OSError as error:
+                problem = f"rank {self._rank}: {error}"
+            problems = [found for found in comm.allgather(problem) if found]
+        if problems or memory is None:
+            raise EPUnavailableError(
+                f"the ranks of this host cannot share memory ({problems[0]}); expected one /dev/shm or temporary folder for all. "
+                f"Start them in one container."
+            )
+        self._words = np.frombuffer(memory, np.int64).reshape(shape)
+
+    def post(self, numbers: Sequence[int]) -> None:
+        """Write this rank's numbers for the current call, each from 0 to 2**31 - 1.
+
+        The rank may write again until all ranks have started the call.
+        """
+        self._words[self._call % 2, self._rank, : len(numbers)] = np.asarray(numbers, np.int64) | self._call << 32
+
+    def read(self, count: int) -> np.ndarray:
+        """Return the first `count` numbers of all ranks, `[num_ranks, count]` int64, and end the current call.
+
+        Raises:
+            EPTimeoutError: If a rank did not write its numbers.
+        """
+        words = self._words[self._call % 2, :, :count]
+        deadline = time.monotonic() + self._timeout_s
+        while not ((found := words.copy()) >> 32 == self._call).all():
+            if time.monotonic() > deadline:
+                late = int((found >> 32 != self._call).any(axis=1).argmax())
+                raise EPTimeoutError(
+                    f"rank {self._rank} waited {self._timeout_s:g} s for the number of tokens of rank {late}. "
+                    f"Call dispatch in the same way on all ranks, with topk_idx or without.",
+                    rank=self._rank,
+                    peer=late,
+                    phase="the number of tokens",
+                )
+        self._call += 1
+        return found & 0xFFFFFFFF
+
+    def close(self, in_touch: bool) -> None:
+        """Do nothing: the memory goes with the last process that maps it."""
+
+
+def _make_file(num_bytes: int, at_end: ExitStack) -> str:
+    """Make a new file, which `at_end` removes. It lies in memory if /dev/shm is writable."""
+    number, path = tempfile.mkstemp(prefix=_PREFIX, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    at_end.callback(os.unlink, path)
+    at_end.callback(os.close, number)
+    os.ftruncate(number, num_bytes)
+    return path
+
+
+def _open_file(path: str, num_bytes: int) -> BinaryIO:
+    """Open the file that rank 0 made. Refuse any other path, because others may write to the store that brought it."""
+    file = Path(path)
+    if not file.name.startswith(_PREFIX) or file.is_symlink() or file.stat().st_size != num_bytes:
+        raise OSError(f"path={path!r}; expected a file of {num_bytes} bytes that rank 0 made")
+    return file.open("r+b")
+
+
+class MessageCounts:
+    """The numbers of each rank for the current call, exchanged when the ranks read them. It has the methods of `SharedCounts`.
+
+    The ranks read after the call. A rank whose arguments were wrong has then made no call and sends no message, so its next call meets the
+    same call of the other ranks.
 
     Args:
-        comm: The ranks.
-        num_bytes: Memory that a Buffer may take before a call needs more (`num_nvl_bytes`).
-        num_slots: `num_slots` of each Buffer.
-        ranks_per_node: Ranks of each node.
-        network: What NVSHMEM starts with, or None.
+        comm: No other messages may use it, and `close` frees it.
+        timeout_s: How long `read` waits for a rank.
     """
+
+    def __init__(self, comm: Communicator, timeout_s: float) -> None:
+        self._comm, self._timeout_s = comm, timeout_s
+        self._numbers: Sequence[int] = ()
+        self._error: EPTimeoutError | None = None
+
+    def post(self, numbers: Sequence[int]) -> None:
+        """Set this rank's numbers for the current call. The rank may set them again until it reads."""
+        self._numbers = numbers
+
+    def read(self, count: int) -> np.ndarray:
+        """Return the first `count` numbers of all ranks, `[num_ranks, count]` int64, and end the current call.
+
+        Raises:
+            EPTimeoutError: If a rank did not come. Every later call raises it too, because a late rank would meet the wrong messages.
+        """
+        if self._error is not None:
+            raise self._error
+        mine, found = np.array(self._numbers[:count], np.int64), np.zeros((self._comm.Get_size(), count), np.int64)
+        hint = "all ranks to call dispatch in the same way, with topk_idx or without"
+        try:
+            self._comm.finish(self._comm.Iallgather(mine, found), "the number of tokens", hint, self._timeout_s)
+        except EPTimeoutError as error:
+            self._error = error
+            raise
+        return found
+
+    def close(self, in_touch: bool) -> None:
+        """Free the communicator. Collective, if `in_touch` says that all ranks are alive."""
+        (self._comm.Free if in_touch and self._error is None else self._comm.abandon)()
+
+
+class NormalBuffers:
+    """Buffers of the normal mode, one for each `Shape`. `num_bytes` is the memory that one may take before a call needs more."""
 
     def __init__(
         self, comm: Communicator, num_bytes: int, num_slots: int, ranks_per_node: int, network: NetworkOptions | None = None
@@ -92,11 +216,8 @@ class NormalBuffers:
         Args:
             shape: The shape of the call.
             num_tokens: Tokens of this rank.
-            counts: More numbers for the other ranks.
+            counts: More numbers for the other ranks, which the call returns of all ranks.
             send: Makes the call, with this rank's tokens (True) or without them (False).
-
-        Returns:
-            The Buffer, the result, and the counts of all ranks.
         """
         buffer = self.buffer_for(shape, num_tokens, 0)
         while True:
@@ -127,13 +248,7 @@ class NormalBuffers:
                 buffer = self._make(shape, max(most_tokens, config.num_max_tokens_per_rank), most_rows)
 
     def buffer_for(self, shape: Shape, num_tokens: int, min_rows: int) -> Buffer:
-        """Return the Buffer of a shape, or make one.
-
-        Args:
-            shape: The shape of the call.
-            num_tokens: Tokens of this rank. A new Buffer takes them.
-            min_rows: Rows for a rank that the Buffer has to take. All ranks give the same number.
-        """
+        """Return the Buffer of a shape, or make one that takes these tokens of this rank. All ranks give the same `min_rows`."""
         buffer, min_tokens = self._current.get(shape), -(-min_rows // self._comm.Get_size())
         if buffer is None:
             hint = "all ranks to call dispatch, with the same hidden, number of experts and top-k"
@@ -162,14 +277,14 @@ class NormalBuffers:
 
     def check(self) -> None:
         """Raise the error that the next call would raise."""
-        for buffer in [*self._outgrown, *self._current.values()]:
+        for buffer in self.living:
             buffer.check()
 
     def destroy(self, in_touch: bool) -> None:
         """Destroy all Buffers. Collective. `in_touch`: whether all ranks are known to be alive."""
         with ExitStack() as stack:
             stack.callback(self._counts.close, in_touch)
-            for buffer in [*self._outgrown, *self._current.values()]:
+            for buffer in self.living:
                 stack.callback(buffer.destroy, in_touch)
 
     def _make(self, shape: Shape, num_tokens: int, num_rows: int) -> Buffer:
@@ -202,12 +317,7 @@ class NormalBuffers:
 
 
 class LowLatencyBuffers:
-    """Buffers of the low-latency mode. Every call names all sizes of its Buffer.
-
-    Args:
-        comm: The ranks.
-        settings: More arguments of every Buffer.
-    """
+    """Buffers of the low-latency mode. Every call names all sizes of its Buffer."""
 
     def __init__(self, comm: Communicator, **settings: Any) -> None:
         self._comm, self._settings = comm, settings

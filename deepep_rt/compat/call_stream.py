@@ -15,13 +15,7 @@ from .events import EventHandle, EventOverlap
 class CallStream:
     """The stream of one call: the caller's current stream or, with `async_finish`, the communication stream.
 
-    The constructor makes that stream wait for `previous`, or else for the caller's current stream.
-
-    Args:
-        like: A tensor of the call. There are no streams if it is on the CPU.
-        comm_stream: Returns the communication stream.
-        previous: The event after which the call starts.
-        async_finish: Whether the caller's stream continues without waiting.
+    The constructor makes that stream wait for `previous`, or else for the caller's current stream. Tensors on the CPU have no streams.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""The handles of DeepEP V1: sequences that compute an entry when a program reads it."""
+"""The handles of DeepEP V1: sequences that compute an entry when a program reads it.
+
+PyTorch computes their tables from ours on the current stream, and the host does not wait.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,47 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..buffer import Buffer
+from ..arrays.frameworks import framework_of
+from ..arrays.view import Framework
+from ..buffer import Buffer, backend_of
 from ..errors import EPInputError, EPUnavailableError
 from ..results import DispatchHandle, LowLatencyHandle
-from . import handle_tables
+
+
+def _pytorch() -> Framework:
+    return framework_of(torch.empty(0, device="cpu"), "handle")
+
+
+def expert_tables(buffer: Buffer, handle: LowLatencyHandle) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sources of the rows of a low-latency dispatch.
+
+    Returns:
+        `[num_local_experts, rows]` int32: the token, at its source, of each row (-1 for places without a row); and
+        `[num_local_experts, num_ranks]` int64: the first row of each source in the upper 32 bits, the number of rows in the lower ones.
+    """
+    config, entries = buffer.config, backend_of(buffer).tables.entries(handle, _pytorch())
+    words, num_entries = entries.words.to_framework(), entries.num_entries.to_framework()
+    is_filled = torch.arange(len(words), device=words.device) < num_entries
+    rows = torch.where(is_filled[:, None], words[:, entries.rows], -1)
+    source, token = (words[:, column].repeat_interleave(rows.shape[1]) for column in (entries.source, entries.token))
+    sizes = config.num_local_experts, config.worst_recv_tokens, config.num_ranks
+    return _tables(rows.flatten().long(), source.long(), token, *sizes)
+
+
+def _tables(
+    row: torch.Tensor, source: torch.Tensor, token: torch.Tensor, num_experts: int, num_rows: int, num_ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make both tables of `[n]` entries. Entries with a negative row count for nothing: they go to a cell past the end."""
+    device, end = row.device, num_experts * num_rows
+    is_row = row >= 0
+    row = torch.where(is_row, row, end)
+    tokens = torch.full((end + 1,), -1, dtype=torch.int32, device=device).scatter_(0, row, token.int())
+    pair = torch.where(is_row, torch.div(row, num_rows, rounding_mode="floor") * num_ranks + source, num_experts * num_ranks)
+    counts = torch.zeros(num_experts * num_ranks + 1, dtype=torch.int64, device=device)
+    counts.scatter_add_(0, pair, torch.ones_like(pair))
+    first = torch.full_like(counts, num_rows).scatter_reduce_(0, pair, row % num_rows, "amin")
+    ranges = torch.where(counts > 0, first << 32 | counts, 0)
+    return tokens[:-1].view(num_experts, num_rows), ranges[:-1].view(num_experts, num_ranks)
 
 
 class _Fields(Sequence[Any]):
@@ -163,7 +203,8 @@ class NormalHandle(DispatchedHandle):
     @cached_property
     def rank_prefix_matrix(self) -> torch.Tensor:
         """Entry (i, j) of `[num_ranks, num_ranks]` int32 counts the rows that rank j receives from the ranks 0 to i."""
-        return handle_tables.rank_prefix_matrix(self.buffer, self.routing)
+        rows = backend_of(self.buffer).tables.rows_between_ranks(self.routing, _pytorch()).to_framework()
+        return rows.cumsum(0, dtype=torch.int32)
 
 
 class InternodeHandle(DispatchedHandle):
@@ -203,16 +244,23 @@ class InternodeHandle(DispatchedHandle):
     @cached_property
     def recv_gbl_rank_prefix_sum(self) -> torch.Tensor:
         """Entry i of `[num_ranks]` int32 counts the rows that this rank receives from the ranks 0 to i."""
-        return handle_tables.rank_prefix_sum(self.buffer, self.routing, self._num_recv_tokens)
+        first = backend_of(self.buffer).tables.first_rows(self.routing, _pytorch()).to_framework()
+        return torch.cat([first[1:].int(), self._num_recv_tokens.clamp(max=self.routing.num_recv_rows).int()])
 
     @cached_property
     def recv_src_meta(self) -> torch.Tensor:
         """`[rows of recv_x, 8]` uint8: two int32 for each row, the node of its source, and the bit of this rank in its node.
 
-        DeepEP also sets the bits of the other ranks of the node that receive the token, which this rank does not know here.
+        Rows that did not arrive have -1 and no bit. DeepEP also sets the bits of the other ranks of the node that receive the token, which
+        this rank does not know here.
         """
-        ends, node_size = self.recv_gbl_rank_prefix_sum, self.buffer.config.node_size
-        return handle_tables.source_meta(ends, self.routing.num_recv_rows, self._rank, node_size)
+        ends, ranks_per_node = self.recv_gbl_rank_prefix_sum, self.buffer.config.node_size
+        rows = torch.arange(self.routing.num_recv_rows, dtype=ends.dtype, device=ends.device)
+        source = torch.searchsorted(ends, rows, right=True)
+        has_arrived = source < len(ends)
+        node = torch.where(has_arrived, torch.div(source, ranks_per_node, rounding_mode="floor"), -1)
+        bit = torch.where(has_arrived, 1 << self._rank % ranks_per_node, 0)
+        return torch.stack([node, bit], dim=1).int().view(torch.uint8)
 
 
 class ExpertHandle(_Fields):
@@ -250,4 +298,4 @@ class ExpertHandle(_Fields):
             raise EPInputError(
                 "the hook of this handle's low_latency_dispatch was not called; expected one call. Call it before you read the handle."
             )
-        return handle_tables.expert_tables(self.buffer, self.routing)
+        return expert_tables(self.buffer, self.routing)

@@ -2,23 +2,107 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from .._checks import instance, whole_number
-from ..config import MAX_EXPERTS
+from ..arrays.dtypes import DTYPES
+from ..buffer import Buffer
+from ..config import MAX_ALIGNMENT, MAX_EXPERTS
 from ..errors import EPInputError, EPUnavailableError
 from ..results import DispatchResult
 from ..torch import tensor_ops
 from .base import Calls, tells_refusals
+from .buffer_cache import NormalBuffers, Shape
 from .call_stream import CallStream
-from .checks import Tensors, check_handle, check_tensor, rows_and_scales, without_gradient
-from .config import Config
+from .checks import (
+    Tensors,
+    backend_for,
+    check_choices,
+    check_handle,
+    check_layout,
+    check_tensor,
+    rows_and_scales,
+    without_gradient,
+)
+from .config import MOST_BYTES, Config
 from .events import EventOverlap
-from .handle_tables import tokens_for_nodes
 from .handles import DispatchedHandle, InternodeHandle, NormalHandle, handle_of
-from .normal_dispatch import NewDispatch, Routing, Rows, dispatch_known, dispatch_new
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows of a dispatch, and how the call runs."""
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    stream: CallStream
+    num_sms: int
+
+
+@dataclass(slots=True)
+class Routing:
+    """The arguments that decide where the tokens of a new dispatch go."""
+
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    is_token_in_rank: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    expert_alignment: int
+    num_worst_tokens: int
+
+
+@dataclass(slots=True)
+class NewDispatch:
+    """The outcome of a dispatch along a new routing."""
+
+    buffer: Buffer
+    sent: DispatchResult
+    num_recv_tokens_per_expert_list: list[int]
+    topk_idx: torch.Tensor
+    """The expert numbers that the Buffer was given."""
+
+
+def _between_nodes(call: Callable[..., R], without: str | None = None) -> Callable[..., R]:
+    """Make the call of ranks on several nodes that takes the arguments of another call, except one."""
+    name, signature = call.__name__, inspect.signature(call)
+    place = list(signature.parameters).index(without) if without else len(signature.parameters)
+
+    @functools.wraps(call)
+    def made(self: NormalCalls, *given: Any, **options: Any) -> R:
+        if without in options:
+            raise TypeError(f"{made.__qualname__}() got an unexpected keyword argument {without!r}")
+        state = self._state
+        if state.num_nodes == 1:
+            raise EPUnavailableError(
+                f"internode_{name}: the {state.num_ranks} ranks are on one node; expected several. Call {name}, or declare nodes "
+                f"with DEEPEP_RT_RANKS_PER_NODE."
+            )
+        if without and len(given) >= place:  # `self` is not in `given`
+            given = (*given[: place - 1], signature.parameters[without].default, *given[place - 1 :])
+        made_call: Callable[..., R] = getattr(self, name)  # a subclass may have its own
+        return made_call(*given, **options)
+
+    made.__name__, made.__qualname__ = f"internode_{name}", f"NormalCalls.internode_{name}"
+    made.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[parameter for parameter in signature.parameters.values() if parameter.name != without]
+    )
+    more = f", and takes `{without}` too" if without else ""
+    made.__doc__ = f"""Make a `{name}` between nodes. `{name}` does the same{more}.
+
+        Args, results and errors are those of `{name}`.
+
+        Raises:
+            EPUnavailableError: If all ranks are on one node.
+        """
+    return made
 
 
 class NormalCalls(Calls):
@@ -126,13 +210,14 @@ class NormalCalls(Calls):
             with stream.current():
                 stream.record_use(scales)
                 scales = scales.contiguous()
-        rows = Rows(x, scales, stream, num_sms)
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise EPInputError("handle and top-k tensors were given; expected one of them. Leave the top-k tensors out.")
             handle = handle_of(handle)
             check_handle(handle, DispatchedHandle, "dispatch")
-            sent = dispatch_known(rows, handle)
+            buffer, given = handle.buffer, dict(x_scales=scales, handle=handle.routing, previous_event=stream.previous_event)
+            buffer.num_sms = num_sms
+            sent = buffer.dispatch(x, **given, **stream.options)
             return self._received(stream, sent), None, None, None, None, stream.finish(x, scales)
         if num_tokens_per_rank is None or is_token_in_rank is None or num_tokens_per_expert is None:
             raise EPInputError(
@@ -145,7 +230,7 @@ class NormalCalls(Calls):
                 f"get_dispatch_layout."
             )
         routing = Routing(topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert, expert_alignment, num_worst_tokens)
-        made = dispatch_new(rows, routing, normal, self._state.rank, self._state.num_ranks)
+        made = dispatch_new(Rows(x, scales, stream, num_sms), routing, normal, self._state.rank, self._state.num_ranks)
         experts, weights, made_handle = self._routing_results(made, is_token_in_rank, topk_idx is not None, stream)
         received, counts = self._received(stream, made.sent), made.num_recv_tokens_per_expert_list
         return received, experts, weights, counts, made_handle, stream.finish(x, scales, made.topk_idx, topk_weights)
@@ -198,73 +283,8 @@ class NormalCalls(Calls):
         sums, weight_sums = self._results(stream, back.x, back.topk_weights)
         return sums, weight_sums, stream.finish(x, topk_weights)
 
-    def internode_dispatch(
-        self,
-        x: Tensors,
-        handle: DispatchedHandle | None = None,
-        num_tokens_per_rank: torch.Tensor | None = None,
-        num_tokens_per_rdma_rank: torch.Tensor | None = None,
-        is_token_in_rank: torch.Tensor | None = None,
-        num_tokens_per_expert: torch.Tensor | None = None,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        expert_alignment: int = 1,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[Tensors, torch.Tensor | None, torch.Tensor | None, list[int] | None, DispatchedHandle | None, EventOverlap]:
-        """Make a `dispatch` between nodes. `dispatch` does the same, and takes `num_worst_tokens` too.
-
-        Args, results and errors are those of `dispatch`.
-
-        Raises:
-            EPUnavailableError: If all ranks are on one node.
-        """
-        self._check_several_nodes("dispatch")
-        return self.dispatch(
-            x,
-            handle,
-            num_tokens_per_rank,
-            num_tokens_per_rdma_rank,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            config=config,
-            previous_event=previous_event,
-            async_finish=async_finish,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-        )
-
-    def internode_combine(
-        self,
-        x: torch.Tensor,
-        handle: DispatchedHandle,
-        topk_weights: torch.Tensor | None = None,
-        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-        config: Config | None = None,
-        previous_event: EventOverlap | None = None,
-        async_finish: bool = False,
-        allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
-        """Make a `combine` between nodes. `combine` does the same.
-
-        Args, results and errors are those of `combine`.
-
-        Raises:
-            EPUnavailableError: If all ranks are on one node.
-        """
-        self._check_several_nodes("combine")
-        return self.combine(x, handle, topk_weights, bias, config, previous_event, async_finish, allocate_on_comm_stream)
-
-    def _check_several_nodes(self, call: str) -> None:
-        if self._state.num_nodes == 1:
-            raise EPUnavailableError(
-                f"internode_{call}: the {self._state.num_ranks} ranks are on one node; expected several. Call {call}, or declare nodes "
-                f"with DEEPEP_RT_RANKS_PER_NODE."
-            )
+    internode_dispatch = _between_nodes(dispatch, without="num_worst_tokens")
+    internode_combine = _between_nodes(combine)
 
     def _routing_results(
         self, made: NewDispatch, is_token_in_rank: torch.Tensor, has_topk: bool, stream: CallStream
@@ -301,3 +321,113 @@ def _copied(stream: CallStream, *tensors: torch.Tensor | None) -> tuple[Any, ...
         copies = tuple(None if tensor is None else tensor.clone() for tensor in tensors)
     stream.record_use(*copies)
     return copies
+
+
+def check_routing(routing: Routing, num_tokens: int, num_ranks: int) -> None:
+    """Check the arguments of a new dispatch, and convert its two numbers."""
+    check_layout(routing.is_token_in_rank, routing.num_tokens_per_expert, routing.topk_idx, num_tokens, num_ranks)
+    routing.expert_alignment = whole_number(routing.expert_alignment, "expert_alignment", 1, MAX_ALIGNMENT)
+    worst = routing.num_worst_tokens
+    routing.num_worst_tokens = 0 if worst is None else whole_number(worst, "num_worst_tokens", 0, MOST_BYTES)
+    for tensor, name in ((routing.topk_idx, "topk_idx"), (routing.topk_weights, "topk_weights")):
+        if tensor is not None:
+            check_tensor(tensor, name)
+    if routing.topk_idx is None and routing.topk_weights is not None:
+        raise EPInputError("topk_idx=None with topk_weights; expected both or neither. Pass topk_idx too.")
+
+
+def dispatch_new(rows: Rows, routing: Routing, normal: NormalBuffers, rank: int, num_ranks: int) -> NewDispatch:
+    """Send rows along a new routing, in a Buffer of the call's shape."""
+    num_tokens = rows.x.shape[0]
+    check_routing(routing, num_tokens, num_ranks)
+    shape, topk_idx, counts = _shape_and_topk_idx(rows, routing, normal, num_ranks)
+
+    def send(buffer: Buffer, with_tokens: bool) -> DispatchResult:
+        tensors = (rows.x, topk_idx, routing.topk_weights, rows.scales)
+        x, idx, weights, scales = tensors if with_tokens else (t if t is None else t[:0] for t in tensors)
+        buffer.num_sms = rows.num_sms
+        return buffer.dispatch(
+            x,
+            idx,
+            weights,
+            x_scales=scales,
+            num_worst_tokens=routing.num_worst_tokens or None,
+            expert_alignment=routing.expert_alignment,
+            previous_event=rows.stream.previous_event,
+            **rows.stream.options,
+        )
+
+    if routing.num_worst_tokens:
+        buffer = normal.buffer_for(shape, num_tokens, routing.num_worst_tokens)
+        _check_room(num_tokens, buffer, routing.num_worst_tokens)
+        return NewDispatch(buffer, send(buffer, True), [], topk_idx)
+    buffer, sent, all_counts = normal.dispatch(shape, num_tokens, counts, send)
+    received = sent.num_recv_tokens_per_expert_list or []
+    if routing.topk_idx is None:  # the Buffer counted rows for ranks, not for experts
+        of_this_rank = all_counts.sum(axis=0).reshape(num_ranks, -1)[rank]
+        received = (-(-of_this_rank // routing.expert_alignment) * routing.expert_alignment).tolist()
+    return NewDispatch(buffer, sent, received, topk_idx)
+
+
+def _shape_and_topk_idx(
+    rows: Rows, routing: Routing, normal: NormalBuffers, num_ranks: int
+) -> tuple[Shape, torch.Tensor, list[int]]:
+    """Return the shape of a call, its expert numbers, and the counts of experts that other ranks have to know."""
+    hidden, dtype, backend = rows.x.shape[1], _widest_dtype(rows.x), backend_for(rows.x)
+    topk_idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.shape[0]
+    if topk_idx is not None:
+        check_choices(topk_idx)
+        return Shape(hidden, topk_idx.shape[1], num_experts, dtype, backend), topk_idx, []
+    shape = normal.shape_for_ranks(hidden, dtype, backend)
+    with rows.stream.current():
+        rows.stream.record_use(routing.is_token_in_rank)
+        check_number_of_ranks(routing, shape.num_topk, num_ranks)
+        topk_idx = topk_idx_of_ranks(routing.is_token_in_rank, shape.num_topk, shape.num_experts // num_ranks)
+        counts = [] if routing.num_worst_tokens else routing.num_tokens_per_expert.tolist()
+    return shape, topk_idx, counts
+
+
+def check_number_of_ranks(routing: Routing, most: int, num_ranks: int) -> None:
+    """Raise EPInputError if a token without expert numbers goes to more ranks than a Buffer has choices. A capture cannot find that out."""
+    in_rank = routing.is_token_in_rank
+    if num_ranks <= most or not in_rank.shape[0] or (in_rank.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    found = int(in_rank.sum(1).max())
+    if found > most:
+        raise EPInputError(
+            f"is_token_in_rank sends a token to {found} ranks, and topk_idx=None; expected at most {most} ranks. Pass topk_idx, or split "
+            f"the batch."
+        )
+
+
+def _widest_dtype(x: torch.Tensor) -> str:
+    """Return the dtype of a Buffer that takes such rows. FP8 rows come back as bfloat16."""
+    return "bfloat16" if x.element_size() <= DTYPES["bfloat16"].itemsize else "float32"
+
+
+def _check_room(num_tokens: int, buffer: Buffer, num_worst_tokens: int) -> None:
+    room = buffer.config.num_max_tokens_per_rank
+    if num_tokens > room:
+        raise EPInputError(
+            f"num_worst_tokens={num_worst_tokens} gives room for {room} tokens of each rank, and x has {num_tokens}; expected at least "
+            f"the number of ranks times the most tokens of a rank. Pass more: the host does not wait, so ranks cannot agree on more."
+        )
+
+
+def topk_idx_of_ranks(is_token_in_rank: torch.Tensor, num_topk: int, num_local_experts: int) -> torch.Tensor:
+    """Make a `topk_idx` that sends a token to these ranks, at most `num_topk`. The first expert of a rank stands for the rank."""
+    num_tokens, num_ranks = is_token_in_rank.shape
+    first = torch.arange(num_ranks, dtype=torch.int32, device=is_token_in_rank.device) * num_local_experts
+    chosen = torch.where(is_token_in_rank, first, -1)
+    if num_ranks > num_topk:
+        return chosen.sort(dim=1, descending=True).values[:, :num_topk].contiguous()
+    topk_idx = torch.full((num_tokens, num_topk), -1, dtype=torch.int32, device=is_token_in_rank.device)
+    topk_idx[:, :num_ranks] = chosen
+    return topk_idx
+
+
+def tokens_for_nodes(is_token_in_rank: torch.Tensor, ranks_per_node: int) -> torch.Tensor:
+    """Count the tokens for each node, `[num_nodes]` int32. A token counts once for a node."""
+    num_tokens, num_ranks = is_token_in_rank.shape
+    is_in_node = is_token_in_rank.view(num_tokens, num_ranks // ranks_per_node, ranks_per_node).any(2)
+    return is_in_node.sum(0, dtype=torch.int32)

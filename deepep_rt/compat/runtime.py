@@ -12,9 +12,6 @@ from .base import BufferState, NoAttributeError
 class Runtime:
     """The nodes of a Buffer's ranks. All other calls are methods of the Buffer.
 
-    Args:
-        state: The state of the Buffer.
-
     Example:
         >>> buffer.runtime.get_num_rdma_ranks()  # nodes
     """

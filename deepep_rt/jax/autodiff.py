@@ -17,7 +17,7 @@ from ..config import COMBINE_DTYPES, MAX_ALIGNMENT
 from ..errors import EPInputError
 from ..results import DispatchHandle
 from .arguments import as_array, token_of, tokens_and_indices, traced_view
-from .buffer_calls import run_combine, run_dispatch, run_expert_dispatch, run_known_dispatch
+from .buffer_calls import run_combine, run_dispatch, run_known_dispatch
 from .callbacks import Combined, call
 from .device import check_buffer, check_threads
 
@@ -206,9 +206,8 @@ def _dispatch_once(
     if topk_weights is not None:
         given, shapes = [*given, topk_weights], [*shapes, (topk, jnp.float32)]
 
-    run = run_expert_dispatch if by_expert else run_dispatch
     token, recv_x, experts_or_offsets, num_recv, per_expert, table, *recv_weights = _named(
-        "deepep_rt.dispatch", call(buffer, run, (rows, form.alignment), [after], given, shapes)
+        "deepep_rt.dispatch", call(buffer, run_dispatch, form[:3], [after], given, shapes)
     )
     handle = Handle(table, num_recv, token, x.shape[0], rows, info_of(buffer).serial, form.layout)
     recv_idx, offsets = (None, experts_or_offsets) if by_expert else (experts_or_offsets, None)

@@ -10,34 +10,28 @@ from ..buffer import Buffer, backend_of
 
 
 def run_dispatch(
-    buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int, alignment: int
+    buffer: Buffer,
+    stream: int | None,
+    arguments: list[View],
+    results: list[View],
+    rows: int,
+    layout: str,
+    alignment: int,
 ) -> None:
-    """Dispatch along a new routing, and copy rows, experts, counts, weights and the routing."""
-    sent = buffer.dispatch(*arguments, num_worst_tokens=rows, expert_alignment=alignment, stream=stream)
-    recv_x, recv_idx, num_recv, per_expert, table, *recv_weights = results
+    """Dispatch along a new routing, and copy rows, experts or their offsets, counts, weights and the routing."""
+    by_expert = layout == "expert"
+    sizes: dict[str, Any] = dict(num_worst_tokens=rows, expert_alignment=alignment)
+    sent = buffer.dispatch(*arguments, **sizes, layout=layout, zero_padding=by_expert, stream=stream)
+    recv_x, experts, num_recv, per_expert, table, *recv_weights = results
+    backend = backend_of(buffer)
     assert sent.num_recv_tokens is not None
-    _copy_rows(stream, sent.recv_x, sent.num_recv_tokens, recv_x)
-    backend = backend_of(buffer)
-    _copy(backend, stream, (sent.recv_topk_idx, recv_idx), (sent.num_recv_tokens, num_recv))
-    _copy(
-        backend, stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights)
-    )
-    backend.tables.save(sent.handle, table, stream)
-
-
-def run_expert_dispatch(
-    buffer: Buffer, stream: int | None, arguments: list[View], results: list[View], rows: int, alignment: int
-) -> None:
-    """Dispatch to rows that lie expert by expert, and copy them, their counts, offsets, weights and the routing."""
-    sent = buffer.dispatch(
-        *arguments, num_worst_tokens=rows, expert_alignment=alignment, layout="expert", zero_padding=True, stream=stream
-    )
-    recv_x, offsets, num_recv, per_expert, table, *recv_weights = results
-    backend = backend_of(buffer)
-    _copy(backend, stream, (sent.recv_x, recv_x), (sent.expert_offsets, offsets), (sent.num_recv_tokens, num_recv))
-    _copy(
-        backend, stream, (sent.num_recv_tokens_per_expert, per_expert), *((sent.recv_topk_weights, out) for out in recv_weights)
-    )
+    if by_expert:
+        _copy(backend, stream, (sent.recv_x, recv_x))
+    else:
+        _copy_rows(stream, sent.recv_x, sent.num_recv_tokens, recv_x)
+    counts = ((sent.num_recv_tokens, num_recv), (sent.num_recv_tokens_per_expert, per_expert))
+    weights = ((sent.recv_topk_weights, out) for out in recv_weights)
+    _copy(backend, stream, (sent.expert_offsets if by_expert else sent.recv_topk_idx, experts), *counts, *weights)
     backend.tables.save(sent.handle, table, stream)
 
 

@@ -44,11 +44,10 @@ class LowLatencyHandle:
 
 
 class LowLatencyDispatched(NamedTuple):
-    """The rows that arrived at this rank, expert by expert. Rows of an expert come in the order (source rank, source token, choice)."""
+    """The rows that arrived at this rank, expert by expert, as in `LowLatencyDispatchResult`."""
 
     recv_x: jax.Array
-    """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn. Only the first
-    `num_recv_tokens_per_expert[e]` rows of expert e are defined."""
+    """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn."""
     recv_x_scales: jax.Array | None
     """Scales, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden // 128]` float32, or uint8 exponents; None without FP8."""
     num_recv_tokens_per_expert: jax.Array
@@ -67,28 +66,27 @@ def low_latency_dispatch(
     use_ue8m0: bool = False,
     after: jax.Array | None = None,
 ) -> LowLatencyDispatched:
-    """Send a few tokens to their experts with low latency. See `Buffer.low_latency_dispatch`. For decoding: it has no gradient.
+    """Call `Buffer.low_latency_dispatch` in a compiled function. For decoding: it has no gradient.
 
     XLA may capture it in a CUDA graph (command buffer). If a replay times out, the next call outside of graphs raises the error, or
     `Buffer.synchronize` does.
 
     Args:
         buffer: A Buffer with `low_latency=True`, on the GPU on which JAX computes. If JAX computes on the CPU, on the host backend.
-        x: `[num_tokens, hidden]` bfloat16, at least one row.
-        topk_idx: `[num_tokens, num_topk]` int32 (or int64, which becomes int32), expert numbers, all different for one token; -1 skips.
-        topk_weights: `[num_tokens, num_topk]` float32, or None. If given, `low_latency_combine` is a message round shorter.
-        use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels (sm_89 and newer).
-        round_scale: Make the scales powers of two.
-        use_ue8m0: Deliver such scales as their 8-bit exponents.
+        x: As in `Buffer.low_latency_dispatch`, with at least one row.
+        topk_idx: See there. int64 becomes int32.
+        topk_weights: See there.
+        use_fp8: See there. If a rank's GPU has no FP8 (before sm_89), the call raises EPUnavailableError.
+        round_scale: See there.
+        use_ue8m0: See there.
         after: The `token` of an earlier call. All ranks make this call after that one.
 
     Returns:
-        The rows that arrived at this rank, expert by expert: see `LowLatencyDispatched`.
+        Rows, scales, counts and the handle.
 
     Raises:
         EPInputError: While JAX traces the call, if a shape or dtype is wrong, or the Buffer was made without `low_latency=True`.
-        EPUnavailableError: If XLA's threads may not call MPI (host backend). When the call runs, with `use_fp8` on an sm_80 GPU (see
-            `errors`).
+        EPUnavailableError: If XLA's threads may not call MPI (host backend). For `use_fp8`, when the call runs (see `errors`).
 
     Example:
         >>> sent = low_latency_dispatch(buffer, x, topk_idx, topk_weights)
@@ -119,17 +117,16 @@ def low_latency_combine(
     compress: str | None = None,
     after: jax.Array | None = None,
 ) -> Combined:
-    """Send the experts' outputs back, and add them up with their weights in float32. See `Buffer.low_latency_combine`. It has no gradient.
+    """Call `Buffer.low_latency_combine` in a compiled function. It has no gradient.
 
     Args:
         buffer: The Buffer of the dispatch.
-        x: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`. The call does not read
-            rows past `num_recv_tokens_per_expert`.
-        topk_idx: The argument of the dispatch.
-        topk_weights: `[num_tokens, num_topk]` float32. The same as in the dispatch, if it had weights.
-        handle: The handle of the dispatch that brought the tokens.
-        allow_multiple_reduction: Add up a rank's outputs for a token before sending them. The same on all ranks.
-        compress: The form of the rows on the way, as in `Buffer.low_latency_combine`: None, "fp8" or "log10".
+        x: The `y` of `Buffer.low_latency_combine`. The call does not read rows past `num_recv_tokens_per_expert`.
+        topk_idx: As in `Buffer.low_latency_combine`, and so are the weights.
+        topk_weights: See there.
+        handle: The handle of the `low_latency_dispatch` of this module that brought the tokens.
+        allow_multiple_reduction: As in `Buffer.low_latency_combine`.
+        compress: See there.
         after: As in `low_latency_dispatch`. Default: the token of `handle`.
 
     Returns:

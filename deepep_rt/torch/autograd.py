@@ -13,10 +13,10 @@ from ..buffer import Buffer
 from ..errors import EPInputError
 from ..results import DispatchHandle
 from .arguments import check_buffer, check_differentiable, check_fp8, check_tensor
-from .call_purposes import backward_of, numbered
+from .calls import backward_of, backward_of_combine, backward_of_dispatch, numbered, send, send_again, send_back
 from .handles import TIE, Handle, Link, TracedHandle, unlinked
 from .operators import traced_combine, traced_dispatch
-from .tensor_ops import FLOATS, aligned, dot_rows, dtype_of_gradient, received_rows, to_fp8
+from .tensor_ops import FLOATS, dtype_of_gradient
 
 
 class Dispatched(NamedTuple):
@@ -196,14 +196,11 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         fp8: bool,
         reduce: str,
     ) -> tuple:
-        rows, scales = to_fp8(x) if fp8 else (x, None)
-        options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment, layout=layout)
         by_expert = layout == "expert" or (isinstance(handle, DispatchHandle) and handle.layout == "expert")
-        options["zero_padding"] = by_expert
-        with numbered(buffer, "dispatch") as ctx.number:
-            sent = buffer.dispatch(rows, topk_idx, topk_weights, x_scales=scales, handle=handle, **options)
+        options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment, layout=layout)
+        given = (buffer, x, fp8, topk_idx, topk_weights)
+        sent, recv_x, ctx.number = send(numbered(buffer, "dispatch"), *given, handle=handle, zero_padding=by_expert, **options)
         recv_idx, recv_weights = sent.recv_topk_idx, sent.recv_topk_weights
-        recv_x = received_rows(sent, x.dtype)
         if fp8:  # `recv_x` is a copy; with copies of these too, the Buffer's memory is free again
             recv_idx, recv_weights = (None if t is None else t.clone() for t in (recv_idx, recv_weights))
         offsets = sent.expert_offsets
@@ -212,8 +209,8 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
         # All ranks save a tensor, even an empty one, so that torch.utils.checkpoint repeats the forward pass on all ranks.
         # Weights of padding rows do not return, so only rows by token need to know which weights are not theirs.
         ctx.save_for_backward(recv_idx < 0 if ctx.has_weights and offsets is None else x.new_empty(0))
-        dtype = dtype_of_gradient(buffer, x, ctx.has_weights)
-        ctx.like, tensor = dict(dtype=dtype, device=x.device), x.new_empty(0, dtype=torch.float32)
+        dtype, tensor = dtype_of_gradient(buffer, x, ctx.has_weights), x.new_empty(0, dtype=torch.float32)
+        ctx.rows = dict(size=(sent.handle.num_recv_rows, buffer.config.hidden), dtype=dtype, device=x.device)
         counts = (sent.num_recv_tokens, sent.num_recv_tokens_per_expert)
         fixed = [recv_idx, *counts, offsets]
         if x.dtype not in FLOATS:
@@ -225,25 +222,16 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]  # torch is Any 
     @once_differentiable
     def backward(ctx: Any, grad_x: Any, _: Any, grad_weights: Any, *__: Any) -> tuple:
         (elsewhere,) = ctx.saved_tensors
-        handle = ctx.handle
-        # The arguments depend on the forward pass and not on the gradients of this rank, so all ranks make the same call.
-        if grad_x is None:
-            grad_x = torch.zeros(handle.num_recv_rows, ctx.buffer.config.hidden, **ctx.like)
-        if not ctx.has_weights:
-            grad_weights = None
-        elif grad_weights is None:
-            shape = elsewhere.shape if handle.layout == "token" else handle.num_recv_rows
-            grad_weights = torch.zeros(shape, dtype=torch.float32, device=elsewhere.device)
-        elif handle.layout == "expert":
-            grad_weights = aligned(grad_weights)
-        else:
-            grad_weights = aligned(
-                grad_weights.masked_fill(elsewhere, 0)
-            )  # zeros of other ranks' experts do not depend on the weights
-        with backward_of(ctx.buffer, "dispatch", ctx.number):
-            back = ctx.buffer.combine(aligned(grad_x), handle, topk_weights=grad_weights, reduce=ctx.reduce)
+
+        def call(rows: Any, weights: Any) -> tuple[Any, Any]:
+            purpose = backward_of(ctx.buffer, "dispatch", ctx.number)
+            back = send_back(purpose, ctx.buffer, rows, weights, ctx.handle, ctx.reduce)
+            return back.x, back.topk_weights
+
+        elsewhere = elsewhere if ctx.handle.layout == "token" else None
+        x, weights = backward_of_dispatch(call, grad_x, grad_weights, ctx.rows, ctx.has_weights, elsewhere)
         needs_x, needs_weights, *_ = ctx.needs_input_grad
-        return back.x if needs_x else None, back.topk_weights if needs_weights else None, *[None] * 9
+        return x if needs_x else None, weights if needs_weights else None, *[None] * 9
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]
@@ -270,19 +258,13 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> tuple:
-        grad_weights = None
-        saved = ctx.saved_tensors  # once: each read of a checkpointed tensor would make its calls again
-        rows, scales = to_fp8(grad) if ctx.fp8_grad else (aligned(grad), None)
-        by_expert = ctx.handle.layout == "expert"
-        with backward_of(ctx.buffer, "combine", ctx.number):
-            sent = ctx.buffer.dispatch(rows, x_scales=scales, handle=ctx.handle, zero_padding=by_expert)
-        grad_x = received_rows(sent, grad.dtype)
-        if saved:
-            weights, x = saved
-            exact = grad_x.float()
-            if x is not None:
-                dots = dot_rows(exact, x.float(), ctx.reduce)
-                grad_weights = dots.masked_fill(sent.recv_expert_idx < 0, 0)  # the experts' rows of padding may be NaN
-            grad_x = (exact * weights[:, None]).to(grad.dtype)
+        weights, x = ctx.saved_tensors or (None, None)  # once: each read of a checkpointed tensor would make its calls again
+
+        def call(grad: Any) -> tuple[Any, Any]:
+            purpose = backward_of(ctx.buffer, "combine", ctx.number)
+            sent, rows, _ = send_again(purpose, ctx.buffer, grad, ctx.handle, ctx.fp8_grad)
+            return rows, None if x is None else sent.recv_expert_idx < 0
+
+        grad_x, grad_weights = backward_of_combine(call, grad, weights, x, ctx.reduce)
         num_biases = len(ctx.needs_input_grad) - 7
         return grad_x, None, grad_weights, None, None, None, None, *[grad] * num_biases

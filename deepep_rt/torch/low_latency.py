@@ -36,11 +36,10 @@ class LowLatencyHandle:
 
 
 class LowLatencyDispatched(NamedTuple):
-    """The rows that arrived at this rank, expert by expert. Rows of an expert come in the order (source rank, source token, choice)."""
+    """The rows that arrived at this rank, expert by expert, as in `LowLatencyDispatchResult`."""
 
     recv_x: Any
-    """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn. Only the first
-    `num_recv_tokens_per_expert[e]` rows of expert e are defined."""
+    """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn."""
     recv_x_scales: Any
     """Scales, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden // 128]` float32, or uint8 exponents; None without FP8."""
     num_recv_tokens_per_expert: Any
@@ -65,19 +64,19 @@ def low_latency_dispatch(
 
     Args:
         buffer: A Buffer with `low_latency=True`.
-        x: `[num_tokens, hidden]` bfloat16.
-        topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers, all different for one token; -1 skips.
-        topk_weights: `[num_tokens, num_topk]` float32, or None. If given, `low_latency_combine` is a message round shorter.
-        use_fp8: Convert rows to float8_e4m3fn on the way, with a scale for each 128 channels (sm_89 and newer).
-        round_scale: Make the scales powers of two.
-        use_ue8m0: Deliver such scales as their 8-bit exponents.
+        x: As in `Buffer.low_latency_dispatch`, and so are the next five.
+        topk_idx: See there.
+        topk_weights: See there.
+        use_fp8: See there. If a rank's GPU has no FP8 (before sm_89), the call raises EPUnavailableError.
+        round_scale: See there.
+        use_ue8m0: See there.
 
     Returns:
         Rows, scales, counts and the handle.
 
     Raises:
-        EPInputError: If an argument is wrong, or the Buffer was made without `low_latency=True`. No kernel was launched.
-        EPTimeoutError: If a peer did not answer in an earlier call.
+        EPInputError: As in `Buffer.low_latency_dispatch`.
+        EPTimeoutError: As there.
         EPDestroyedError: After `destroy()`.
 
     Example:
@@ -111,20 +110,19 @@ def low_latency_combine(
 
     Args:
         buffer: The Buffer of the dispatch.
-        x: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`. The call does not read
-            rows past `num_recv_tokens_per_expert`.
-        topk_idx: The argument of the dispatch.
-        topk_weights: `[num_tokens, num_topk]` float32. The same as in the dispatch, if it had weights.
-        handle: The handle of the dispatch that brought the tokens.
-        allow_multiple_reduction: Add up a rank's outputs for a token before sending them. The same on all ranks.
-        compress: The form of the rows on the way, as in `Buffer.low_latency_combine`: None, "fp8" or "log10".
+        x: The `y` of `Buffer.low_latency_combine`. The call does not read rows past `num_recv_tokens_per_expert`.
+        topk_idx: As in `Buffer.low_latency_combine`, and so are the weights.
+        topk_weights: See there.
+        handle: The handle of the `low_latency_dispatch` of this module that brought the tokens.
+        allow_multiple_reduction: As in `Buffer.low_latency_combine`.
+        compress: See there.
 
     Returns:
-        `[num_tokens, hidden]` bfloat16: for each token the weighted sum of its experts' outputs.
+        `[num_tokens, hidden]` bfloat16, in PyTorch's memory.
 
     Raises:
-        EPInputError: If an argument is wrong. No kernel was launched.
-        EPTimeoutError: If a peer did not answer in an earlier call.
+        EPInputError: As in `Buffer.low_latency_combine`.
+        EPTimeoutError: As there.
         EPDestroyedError: After `destroy()`.
 
     Example:
@@ -144,13 +142,7 @@ def low_latency_combine(
 
 @operator("low_latency_dispatch", in_cuda_graphs=True)
 def low_latency_dispatch_op(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    buffer: int,
-    use_fp8: bool,
-    round_scale: bool,
-    use_ue8m0: bool,
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Dispatch. Return rows, scales (or an empty tensor) and the tables of the handle."""
     of = buffer_of(buffer)
@@ -176,13 +168,7 @@ def low_latency_dispatch_op(
 
 @low_latency_dispatch_op.register_fake
 def _(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor | None,
-    buffer: int,
-    use_fp8: bool,
-    round_scale: bool,
-    use_ue8m0: bool,
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, buffer: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _results(x, buffer_of(buffer), use_fp8, use_ue8m0)
 

@@ -19,9 +19,9 @@ from ..buffer import Buffer, buffer_of, info_of
 from ..config import MAX_ALIGNMENT
 from ..errors import EPInputError
 from .arguments import check_dims
-from .call_purposes import backward_of, numbered
+from .calls import backward_of, backward_of_combine, backward_of_dispatch, numbered, send, send_again, send_back
 from .handles import TIE, TracedHandle, check_traced, handle_of, tensor_of
-from .tensor_ops import FLOATS, aligned, dot_rows, dtype_of_gradient, received_rows, to_fp8
+from .tensor_ops import FLOATS, aligned, dtype_of_gradient
 
 
 def operator(name: str, in_cuda_graphs: bool = False) -> Callable[[Callable[..., Any]], Any]:
@@ -50,25 +50,17 @@ def dispatch_op(
         The rows; the experts of the rows, or with `layout="expert"` the offsets of experts; the weights, or an empty tensor; the number of
         rows that arrived; the counts of experts; and the tensor of the handle.
     """
-    rows, scales = to_fp8(x) if fp8 else (aligned(x), None)
     by_expert = layout == "expert"
-    with numbered(of := buffer_of(buffer), "dispatch") as number:
-        sent = of.dispatch(
-            rows,
-            topk_idx,
-            topk_weights,
-            x_scales=scales,
-            num_worst_tokens=num_worst_tokens,
-            expert_alignment=expert_alignment,
-            layout=layout,
-            zero_padding=by_expert,
-        )
+    options: dict[str, Any] = dict(num_worst_tokens=num_worst_tokens, expert_alignment=expert_alignment, layout=layout)
+    purpose = numbered(of := buffer_of(buffer), "dispatch")
+    given = (aligned(x), fp8, topk_idx, topk_weights)
+    sent, recv_x, number = send(purpose, of, *given, zero_padding=by_expert, **options)
     weights = sent.recv_topk_weights
     if weights is None:
         weights = x.new_empty(0, dtype=torch.float32)
     experts = sent.expert_offsets if by_expert else sent.recv_topk_idx
     counts = sent.num_recv_tokens, sent.num_recv_tokens_per_expert
-    return received_rows(sent, x.dtype), experts, weights, *counts, tensor_of(sent.handle, number)
+    return recv_x, experts, weights, *counts, tensor_of(sent.handle, number)
 
 
 @dispatch_op.register_fake
@@ -110,18 +102,20 @@ def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...
 
 
 def _dispatch_backward(
-    ctx: Any, grad_x: Tensor, _: Any, grad_weights: Tensor, __: Any, ___: Any, after: Tensor
+    ctx: Any, grad_x: Tensor | None, _: Any, grad_weights: Tensor, __: Any, ___: Any, after: Tensor
 ) -> tuple[Any, ...]:
     handle, experts = ctx.saved_tensors
-    # The arguments depend on the forward pass and not on the gradients of this rank, so all ranks make the same call.
-    back = None
+    rows: dict[str, Any] = {}
     if not ctx.is_float:
         hidden = buffer_of(ctx.buffer).config.hidden
-        grad_x = grad_weights.new_zeros((grad_weights.shape[0], hidden), dtype=ctx.dtype)
-    if ctx.has_weights:
-        # Only the rank of an expert has a gradient of its weight: the zeros of other ranks are no copies.
-        back = grad_weights if ctx.by_expert else grad_weights.masked_fill(experts < 0, 0)
-    x, weights, tie = torch.ops.deepep_rt.send_back(grad_x, handle, after, back, ctx.buffer, ctx.num_tokens, ctx.reduce)
+        rows = dict(size=(grad_weights.shape[0], hidden), dtype=ctx.dtype, device=grad_weights.device)
+        grad_x = None
+
+    def call(rows: Tensor, weights: Tensor | None) -> tuple[Any, ...]:
+        return torch.ops.deepep_rt.send_back(rows, handle, after, weights, ctx.buffer, ctx.num_tokens, ctx.reduce)
+
+    elsewhere = experts < 0 if ctx.has_weights and not ctx.by_expert else None
+    x, weights, tie = backward_of_dispatch(call, grad_x, grad_weights, rows, ctx.has_weights, elsewhere)
     needs_x, _, _, needs_weights, *_ = ctx.needs_input_grad
     return x if needs_x else None, tie, None, weights if needs_weights else None, *[None] * 6
 
@@ -170,24 +164,18 @@ def _(
 def _keep_for_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, _, handle, weights, *biases, ctx.buffer, _, ctx.fp8_grad, ctx.reduce, _ = inputs
     ctx.num_recv_rows, ctx.biases = x.shape[0], [bias is not None for bias in biases]
-    ctx.weighted = weights is not None
-    if weights is None:
-        ctx.save_for_backward(handle)
-    else:
-        ctx.save_for_backward(handle, weights, x)
+    ctx.save_for_backward(handle, *(() if weights is None else (weights, x)))
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     handle, *saved = ctx.saved_tensors
-    grad_x, is_row, tie = torch.ops.deepep_rt.send_again(
-        grad, None, handle, ctx.buffer, ctx.num_recv_rows, ctx.weighted, ctx.fp8_grad, "rank"
-    )
-    grad_weights = None
-    if saved:
-        weights, x = saved
-        exact = grad_x.float()
-        grad_weights = dot_rows(exact, x.float(), ctx.reduce).masked_fill(~is_row, 0)  # the experts' rows of padding may be NaN
-        grad_x = (exact * weights[:, None]).to(grad.dtype)
+    weights, x = saved or (None, None)
+
+    def call(grad: Tensor) -> tuple[Any, ...]:
+        sizes = ctx.buffer, ctx.num_recv_rows, x is not None, ctx.fp8_grad
+        return torch.ops.deepep_rt.send_again(grad, None, handle, *sizes, "rank")
+
+    grad_x, grad_weights, tie = backward_of_combine(call, grad, weights, x, ctx.reduce)
     biases = [grad if exists else None for exists in ctx.biases]
     return grad_x, tie, tie, grad_weights, *biases, *[None] * 5
 
@@ -206,11 +194,10 @@ def send_back_op(
     Returns:
         The rows, the weights, and the gradient of the tie. It depends on this call, so that no graph leaves the call out.
     """
-    weights = None if topk_weights is None else aligned(topk_weights)
     known, numbers = handle_of(handle)
-    with backward_of(of := buffer_of(buffer), "dispatch", *numbers["dispatch"]):
-        back = of.combine(aligned(x), known, topk_weights=weights, reduce=reduce)
-    returned = x.new_empty(0, dtype=torch.float32) if weights is None else back.topk_weights
+    purpose = backward_of(of := buffer_of(buffer), "dispatch", *numbers["dispatch"])
+    back = send_back(purpose, of, x, topk_weights, known, reduce)
+    returned = x.new_empty(0, dtype=torch.float32) if topk_weights is None else back.topk_weights
     return back.x, returned, torch.zeros_like(handle)
 
 
@@ -229,24 +216,23 @@ def send_again_op(
     """Dispatch along a known routing. Without `tie` it is the gradient of a combine. `reduce` is for the gradient of this call.
 
     Returns:
-        The rows; with `by_expert` whether each is a row of an expert, and no padding; and a tensor of the same handle, which ties combines
-        to this call. Without `tie` it is the gradient of such a tensor instead.
+        The rows; with `by_expert` whether each is padding; and a tensor of the same handle, which ties combines to this call. Without
+        `tie` it is the gradient of such a tensor instead.
     """
-    rows, scales = to_fp8(x) if fp8 else (aligned(x), None)
     known, numbers = handle_of(handle)
     of = buffer_of(buffer)
-    with numbered(of, "dispatch") if tie is not None else backward_of(of, "combine", *numbers["combine"]) as number:
-        sent = of.dispatch(rows, x_scales=scales, handle=known, zero_padding=known.layout == "expert")
-    is_row = sent.recv_expert_idx >= 0 if by_expert else x.new_empty(0, dtype=torch.bool)
-    return received_rows(sent, x.dtype), is_row, torch.zeros_like(handle) if number is None else tensor_of(known, number)
+    purpose = numbered(of, "dispatch") if tie is not None else backward_of(of, "combine", *numbers["combine"])
+    sent, rows, number = send_again(purpose, of, x, known, fp8)
+    is_padding = sent.recv_expert_idx < 0 if by_expert else x.new_empty(0, dtype=torch.bool)
+    return rows, is_padding, torch.zeros_like(handle) if number is None else tensor_of(known, number)
 
 
 @send_again_op.register_fake
 def _(
     x: Tensor, tie: Tensor | None, handle: Tensor, buffer: int, num_recv_rows: int, by_expert: bool, fp8: bool, reduce: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    is_row = x.new_empty(num_recv_rows if by_expert else 0, dtype=torch.bool)
-    return x.new_empty(num_recv_rows, x.shape[1]), is_row, torch.empty_like(handle)
+    is_padding = x.new_empty(num_recv_rows if by_expert else 0, dtype=torch.bool)
+    return x.new_empty(num_recv_rows, x.shape[1]), is_padding, torch.empty_like(handle)
 
 
 def _keep_for_known_dispatch(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

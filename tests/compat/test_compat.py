@@ -86,7 +86,7 @@ def test_more_ranks_than_choices() -> None:
     """Tokens without expert numbers may name 32 ranks of a larger group."""
     import torch
 
-    from deepep_rt.compat.handle_tables import topk_idx_of_ranks
+    from deepep_rt.compat.normal import topk_idx_of_ranks
 
     in_rank = torch.zeros((3, 40), dtype=torch.bool)
     in_rank[0, [39, 2, 7]] = in_rank[2, 8:] = True
@@ -99,13 +99,38 @@ def test_a_token_of_too_many_ranks() -> None:
     import torch
 
     from deepep_rt import EPInputError
-    from deepep_rt.compat.normal_dispatch import Routing, check_number_of_ranks
+    from deepep_rt.compat.normal import Routing, check_number_of_ranks
 
     in_rank = torch.ones((3, 40), dtype=torch.bool)
     routing = Routing(None, None, in_rank, torch.ones(40), 1, 0)
     with pytest.raises(EPInputError, match="a token to 40 ranks, and topk_idx=None; expected at most 32 ranks"):
         check_number_of_ranks(routing, 32, 40)
     check_number_of_ranks(routing, 40, 40)
+
+
+def test_arguments_between_nodes() -> None:
+    """Each argument has the place of DeepEP's, and only `dispatch` takes `num_worst_tokens`."""
+    import inspect
+
+    from deepep_rt import compat
+
+    class Recorded(compat.Buffer):
+        def __init__(self) -> None:
+            self._state = SimpleNamespace(num_nodes=2)
+
+        def dispatch(self, *given: object, **options: object) -> object:
+            return inspect.signature(compat.Buffer.dispatch).bind(self, *given, **options).arguments
+
+    buffer, names = Recorded(), list(inspect.signature(compat.Buffer.internode_dispatch).parameters)[1:]
+    for count in range(1, len(names) + 1):
+        values = dict(zip(names, range(100, 200), strict=False))
+        given = buffer.internode_dispatch(*list(values.values())[:count], **dict(list(values.items())[count:]))
+        assert {name: value for name, value in given.items() if name not in ("self", "num_worst_tokens")} == values
+        assert given.get("num_worst_tokens", 0) == 0
+    with pytest.raises(TypeError, match=r"internode_dispatch\(\) got an unexpected keyword argument 'num_worst_tokens'"):
+        buffer.internode_dispatch(0, num_worst_tokens=8)
+    with pytest.raises(TypeError, match="too many"):
+        buffer.internode_dispatch(*range(14))
 
 
 def test_settings() -> None:
@@ -172,7 +197,7 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     from deepep_rt.arrays.view import HOST
     from deepep_rt.backends.calls import BufferInfo
     from deepep_rt.backends.cuda.handle_tables import CudaHandleTables
-    from deepep_rt.compat import handle_tables
+    from deepep_rt.compat import handles
     from deepep_rt.config import Config
     from deepep_rt.kernels import structs
     from deepep_rt.kernels.layout import Layout
@@ -198,9 +223,9 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     memory[first : first + entries.nbytes // 4] = entries.view(np.int32)
 
     tables = CudaHandleTables(BufferInfo(1, config, HOST), layout)  # host memory replaces memory of a GPU
-    monkeypatch.setattr(handle_tables, "backend_of", lambda buffer: SimpleNamespace(tables=tables))
+    monkeypatch.setattr(handles, "backend_of", lambda buffer: SimpleNamespace(tables=tables))
     handle = SimpleNamespace(routing=(SimpleNamespace(ptr=memory.ctypes.data), None))
-    tokens, ranges = handle_tables.expert_tables(SimpleNamespace(config=config), handle)
+    tokens, ranges = handles.expert_tables(SimpleNamespace(config=config), handle)
     assert tokens.tolist() == [[1, 0, 3] + [-1] * (rows - 3), [1, 0, -1, 3] + [-1] * (rows - 4)]
     assert [[(int(r) >> 32, int(r) & 0xFFFFFFFF) for r in expert] for expert in ranges] == [
         [(0, 1), (0, 0), (1, 2)],

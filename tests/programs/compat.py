@@ -30,8 +30,7 @@ from deepep_rt import (
 )
 from deepep_rt.backends.overflow import too_many_rows
 from deepep_rt.comm.mpi import MpiCommunicator
-from deepep_rt.compat.message_counts import MessageCounts
-from deepep_rt.compat.shared_counts import SharedCounts
+from deepep_rt.compat.buffer_cache import MessageCounts, SharedCounts
 
 
 def check_normal(comm: MPI.Intracomm) -> None:
