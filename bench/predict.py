@@ -148,7 +148,7 @@ def machine_of(asked: Asked, files: Sequence[Path]) -> model.Machine:
     line = asked.nic_gb_s or NIC_KINDS[asked.nic].gb_s
     us = published.FITTED_US if asked.nic_us is None else asked.nic_us
     far = model.Link(line * (asked.nic_share or FITTED_SHARE), us, line, asked.nic_message_us)
-    source = ", ".join(str(Path(file.parent.name) / file.name) for file in files) or "8 H200s (docs/benchmarks.md)"
+    source = ", ".join(str(Path(file.parent.name) / file.name) for file in files) or "8 H200s (docs/performance.md)"
     changed = " changed by options" if asked.near_gb_s or asked.near_us is not None else ""
     node_size = asked.node_size or (sizes.pop() if sizes else 8)
     return model.Machine(

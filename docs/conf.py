@@ -82,7 +82,10 @@ def with_links(app, docname, source):
         label, target, anchor = match.groups()
         file = Path(os.path.normpath(path.parent / target))
         file = PAGES.get(file, file)
-        return f"[{label}]({os.path.relpath(file, page.parent)}{anchor or ''})"
+        inside = file.is_relative_to(ROOT / "docs")
+        target = os.path.relpath(file, page.parent)
+        # MyST takes other Markdown for a page, unless a scheme says that it is a file. A download has no anchors.
+        return f"[{label}]({target}{anchor or ''})" if inside or file.suffix != ".md" else f"[{label}](path:{target})"
 
     app.env.note_dependency(path)  # or a change of an included file leaves its page as it was
     text = path.read_text() if path != page else source[0]

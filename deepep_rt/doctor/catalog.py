@@ -308,12 +308,12 @@ _ALL = (
         "wrong-setting",
         "The library does not understand the value of a DEEPEP_RT_ variable. Making a Buffer raises EPConfigError, or "
         "EPCompileError for a DEEPEP_RT_ARCH that NVRTC does not know.",
-        "Correct or unset the variable. docs/configuration.md has a table of them.",
+        "Correct or unset the variable. docs/running.md has a table of them.",
     ),
     FindingType(
         "unknown-setting",
         "The name of a variable begins like a setting of deepep_rt, but there is no such setting. It has no effect.",
-        "Correct its name. docs/configuration.md has a table of all variables.",
+        "Correct its name. docs/running.md has a table of all variables.",
     ),
     FindingType(
         "cache-not-writable",

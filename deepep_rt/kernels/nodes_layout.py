@@ -22,8 +22,8 @@ EXPOSED_ROWS = 32
 
 _FLOW_BYTES = 64 * 1024 * 1024  # of all slots of a rank, at both ends
 
-# Over NVLink a put of NVSHMEM keeps a warp busy, so many small chunks are faster (docs/measured.md). A put of a relay takes its thread some
-# microseconds, whatever its size.
+# Over NVLink a put of NVSHMEM keeps a warp busy, so many small chunks are faster (bench/measured.md). A put of a relay takes its thread
+# some microseconds, whatever its size.
 _CHUNK_BYTES = {"nvshmem": 64 * 1024, "mpi": 256 * 1024}
 _MOST_SLOTS = {"nvshmem": 256, "mpi": 64}
 

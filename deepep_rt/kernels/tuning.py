@@ -30,10 +30,10 @@ MAX_POSITION_BLOCKS = 64
 CHOICES_PER_BLOCK = 256
 """Choices for which expert_positions gets another block, up to its most blocks."""
 
-# With fewer blocks, combine reads rows of its own rank where they lie. Measured on 2 H100 (docs/measured.md).
+# With fewer blocks, combine reads rows of its own rank where they lie. Measured on 2 H100 (bench/measured.md).
 _COPY_OWN_ROWS_BLOCKS = 20
 
-# Of blocks that compress rows, measured on 2 H100 (docs/measured.md). With more warps, a thread has 96 registers instead of 128.
+# Of blocks that compress rows, measured on 2 H100 (bench/measured.md). With more warps, a thread has 96 registers instead of 128.
 _COMPRESSED_BYTES, _COMPRESSED_WARPS, _MOST_COPY_WARPS = 216 * 1024, 16, 7
 _MANY_BLOCKS, _FEWER_COPY_WARPS = 48, 2  # with 48 blocks or more, each has 2 copy warps less
 

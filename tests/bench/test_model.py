@@ -25,7 +25,7 @@ from deepep_rt.errors import EPConfigError
 
 RESULTS = ROOT / "bench/results"
 NEAR_FILES = [RESULTS / "h200x8_2026-11-22.json", RESULTS / "h200x8_2026-11-22_low_latency.json"]
-PAGE = " ".join((ROOT / "docs/model.md").read_text().split())
+PAGE = " ".join((ROOT / "bench/model.md").read_text().split())
 FITTED = published.FITTED_US, published.FITTED_FAR_GB_S, published.FITTED_NEAR_GB_S
 
 

@@ -124,11 +124,12 @@ def test_pages_load_nothing_from_elsewhere(site):
 
 
 def test_links_to_other_files_lead_to_copies(site):
-    """Results, examples and the licence are no pages. Readers of the site get the files."""
-    included = {ROOT / "README.md": "readme", ROOT / "examples/README.md": "examples"}
+    """Results, examples, the lab book and the licence are no pages. Readers of the site get the files."""
+    stubs = {page: re.match(r"```{include} (\S+)\n```\n$", page.read_text()) for page in DOCS.glob("*.md")}
+    included = {(DOCS / stub[1]).resolve(): page.stem for page, stub in stubs.items() if stub}
     for source in (*included, *DOCS.glob("*.md")):
-        linked = re.findall(r"\]\((?!https?:|#)([^)#\s]+)\)", source.read_text())
-        files = {source.parent / link for link in linked if not link.endswith((".md", ".png"))}
+        linked = re.findall(r"\]\((?!https?:|#)([^)#\s]+)(?:#[^)\s]*)?\)", source.read_text())
+        files = {file for link in linked if not (file := (source.parent / link).resolve()).is_relative_to(DOCS)} - included.keys()
         page = site / f"{included.get(source, source.stem)}.html"
         copies = re.findall(r'href="(_downloads/[^"]+)"', page.read_text())
         assert {(site / copy).read_bytes() for copy in copies} >= {file.read_bytes() for file in files}, source

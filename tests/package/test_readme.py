@@ -19,9 +19,10 @@ from deepep_rt import errors
 README = (ROOT / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").glob("**/*.md"))
 OTHERS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")]
-PAGES = {path.relative_to(ROOT).as_posix(): path for path in (*OTHERS, *DOCS)}
+BENCH = sorted((ROOT / "bench").glob("*.md"))
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in (*OTHERS, *DOCS, *BENCH)}
 DOES_NOT_WORK = ROOT / "docs/when-it-does-not-work.md"
-WITHOUT_EXTRAS = [ROOT / "docs/dispatch-and-combine.md", ROOT / "docs/decoding.md"]
+WITHOUT_EXTRAS = [ROOT / "docs/dispatch-and-combine.md"]
 LANGUAGES = {"python", "bash", "console", "dockerfile", "yaml", "toml", "json", "text", "{toctree}", "{eval-rst}", "{include}"}
 SHELL = ("bash", "dockerfile", "yaml")
 
@@ -297,10 +298,37 @@ def test_extras_variables_and_links_exist(page):
         assert link.startswith("https://") or (PAGES[page].parent / link).exists(), f"{link} leads nowhere"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/measured.md"])
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_of_links_exist(page):
+    for target, anchor in re.findall(r"\]\(((?!https://)[^)#\s]+\.md)?#([\w-]+)\)", PAGES[page].read_text()):
+        other = PAGES[page].parent / target if target else PAGES[page]
+        headings = re.findall(
+            r"^#+ (.*)$", re.sub(r"^```.*?^```", "", other.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+        )
+        anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"{target}#{anchor}"
+
+
+def test_the_models_figures_are_those_of_its_page():
+    """Compare docs/performance.md with the tables of bench/model.md, which a test holds to the model."""
+    model = (ROOT / "bench/model.md").read_text().partition("## 1 to 256 nodes")[2]
+    throughput, _, low_latency = model.partition("\nLow latency, ")
+    row = r"^\| {} \| \d+ \| {} \| (\d+) \|(?: \S+ \|){{3}} (\d+) \|"
+    page = PAGES["docs/performance.md"].read_text().partition("## Calls over several nodes")[2]
+    shown = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(shown) == 6
+    for nodes, *cells in shown:
+        both = re.search(row.format(nodes, r"(?:near|hierarchical \\\*)"), throughput, re.MULTILINE)
+        low = re.search(row.format(nodes, r"(?:near|direct)"), low_latency, re.MULTILINE)
+        assert cells == [*both.groups(), *low.groups()]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "bench/measured.md"])
 def test_pages_for_users_name_no_commit(page):
     prose = re.sub(r"^```.*?^```", "", PAGES[page].read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert not [word for word in re.findall(r"\b[0-9a-f]{7}\b", prose) if re.search("[a-f]", word)], "move it to docs/measured.md"
+    assert not [word for word in re.findall(r"\b[0-9a-f]{7}\b", prose) if re.search("[a-f]", word)], (
+        "move it to bench/measured.md"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -311,13 +339,13 @@ def test_files_that_a_page_names_exist(page):
 
 def test_every_variable_is_in_the_table():
     read = set(re.findall(r"DEEPEP_RT_[A-Z_]+[A-Z]", (ROOT / "deepep_rt/_env.py").read_text()))
-    page = PAGES["docs/configuration.md"].read_text()
+    page = PAGES["docs/running.md"].read_text()
     assert read == set(re.findall(r"^\| `(DEEPEP_RT_[A-Z_]+)` \|", page, re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", sorted(name for name in dir(errors) if name.startswith("EP") and name != "EPError"))
 def test_every_error_is_in_the_table(name):
-    assert f"`{name}`" in PAGES["docs/errors.md"].read_text()
+    assert f"`{name}`" in PAGES["docs/api/errors.md"].read_text()
     assert name in deepep_rt.__all__
 
 
