@@ -125,15 +125,9 @@ class PreparedThroughput(_Prepared[DispatchResult, CombineResult]):
 class PreparedLowLatency(_Prepared[LowLatencyDispatchResult, LowLatencyCombineResult]):
     """A low-latency dispatch and its combine, with arguments that `Buffer.prepare_low_latency` has checked.
 
-    Before each step, write the new values to `x`, `topk_idx` and `topk_weights` in place. The calls hold these arrays. They do not notice
-    if a program gives one of them other memory, as `tensor.set_()` and `tensor.resize_()` do. Calls then read the old memory, which its
-    library may have given to another array.
-
-    On GPUs all calls use the same memory: a dispatch overwrites the results of the last dispatch, and a combine those of the last combine.
-    Work on other streams that reads results has to be ordered before the next call. With hooks, at most one dispatch and one combine are
-    open. For two micro-batches, prepare two calls.
-
-    A CUDA graph can capture the calls. Keep this object and its arrays as long as the graph.
+    Before each step, write the new values to `x`, `topk_idx` and `topk_weights` in place. What `PreparedThroughput` says of these arrays,
+    of results that the next call overwrites, and of CUDA graphs holds here too. With hooks, at most one dispatch and one combine are open.
+    For two micro-batches, prepare two calls.
 
     Example:
         >>> step = buffer.prepare_low_latency(x, topk_idx, topk_weights)

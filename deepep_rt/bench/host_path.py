@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from .. import _low_latency_calls, _throughput_calls
+from .. import buffer as buffer_module
 from ..backends import call_lock, inputs, low_latency_inputs
 from ..backends.cuda import low_latency_kernels, monitor, result_memory, stream_order, throughput
 from ..buffer import Buffer
@@ -43,9 +43,8 @@ REST, VIEWS, CHECKS, LAUNCH, MEMORY = "rest", "view of an array", "checks of arg
 ORDER = "order by stream"
 FUNCTIONS: list[tuple[str, Any, str]] = [
     *(("lock and context", call_lock.CallLock, name) for name in ("__enter__", "__exit__")),
-    *(("stream of the call", module, "begin_call") for module in (_low_latency_calls, _throughput_calls)),
-    *((CHECKS, _low_latency_calls, f"low_latency_{name}_inputs") for name in ("dispatch", "combine")),
-    *((CHECKS, _throughput_calls, f"{name}_inputs") for name in ("dispatch", "combine")),
+    ("stream of the call", buffer_module, "begin_call"),
+    *((CHECKS, buffer_module, f"{layout}{name}_inputs") for layout in ("low_latency_", "") for name in ("dispatch", "combine")),
     *((VIEWS, module, "as_view") for module in (inputs, low_latency_inputs)),
     *((ORDER, stream_order.CallOrder, name) for name in ("enqueue_waits", "record_end", "record_prepared_end", "event")),
     *((MEMORY, slots.Slots, name) for name in ("acquire", "release")),
