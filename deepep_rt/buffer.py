@@ -21,17 +21,22 @@ from .arrays.dtypes import DTYPES
 from .arrays.frameworks import framework_of
 from .arrays.stream_handles import of_event, of_stream
 from .arrays.view import Framework, View
-from .backends.base import Backend
-from .backends.calls import BufferInfo, Call, LowLatencyPreparation, ThroughputPreparation
-from .backends.inputs import bias_views, check_handle, combine_inputs, combine_rows, compression, dispatch_inputs, weights_of_rows
-from .backends.low_latency_inputs import (
+from .backends.base import Backend, BufferInfo, Call, LowLatencyPreparation, ThroughputPreparation
+from .backends.inputs import (
+    bias_views,
     check_apart,
+    check_handle,
     check_low_latency_handle,
+    combine_inputs,
+    combine_rows,
+    compression,
+    dispatch_inputs,
     expert_rows,
     form_of_combine,
     low_latency_combine_inputs,
     low_latency_dispatch_inputs,
     sums_view,
+    weights_of_rows,
 )
 from .comm import process_end
 from .config import COMBINE_DTYPES, MAX_SMS, MAX_TIMEOUT_S, ROW_ALIGNMENT, USUAL_SMS, Config, declared_ranks_per_node, dtype_name

@@ -8,16 +8,17 @@ from typing import Any
 
 from .. import _env
 from ..errors import EPConfigError
-from .base import Backend, PreparedCalls
-from .calls import (
+from .base import (
+    Backend,
     CombineInputs,
     DispatchInputs,
     LowLatencyCombineInputs,
     LowLatencyDispatchInputs,
     LowLatencyPreparation,
+    PreparedCalls,
     ThroughputPreparation,
 )
-from .prepared_calls import OrdinaryLowLatency, OrdinaryThroughput
+from .hooks import OrdinaryLowLatency, OrdinaryThroughput
 
 _DOMAIN = "deepep_rt"
 

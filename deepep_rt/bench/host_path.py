@@ -24,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from .. import buffer as buffer_module
-from ..backends import call_lock, inputs, low_latency_inputs
+from ..backends import call_lock, inputs
 from ..backends.cuda import low_latency_kernels, monitor, result_memory, stream_order, throughput
 from ..buffer import Buffer
 from ..cuda import driver, slots
@@ -45,7 +45,7 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     *(("lock and context", call_lock.CallLock, name) for name in ("__enter__", "__exit__")),
     ("stream of the call", buffer_module, "begin_call"),
     *((CHECKS, buffer_module, f"{layout}{name}_inputs") for layout in ("low_latency_", "") for name in ("dispatch", "combine")),
-    *((VIEWS, module, "as_view") for module in (inputs, low_latency_inputs)),
+    (VIEWS, inputs, "as_view"),
     *((ORDER, stream_order.CallOrder, name) for name in ("enqueue_waits", "record_end", "record_prepared_end", "event")),
     *((MEMORY, slots.Slots, name) for name in ("acquire", "release")),
     *((MEMORY, result_memory.ResultMemory, name) for name in ("reserve", "keep", "allocate_sums")),

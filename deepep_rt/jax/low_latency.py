@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from .._checks import argument_error
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import View
-from ..backends.calls import LowLatencyMemory
-from ..backends.low_latency_inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
+from ..backends.base import LowLatencyMemory
+from ..backends.inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
 from ..buffer import Buffer, backend_of, info_of
 from ..errors import EPInputError
 from ..results import LowLatencyHandle as _Handle

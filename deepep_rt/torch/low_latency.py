@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..arrays.dtypes import FP8_GROUP
-from ..backends.array_checks import as_view
-from ..backends.calls import LowLatencyMemory
-from ..backends.low_latency_inputs import form_of_combine, form_of_dispatch, low_latency_dispatch_inputs
+from ..backends.base import LowLatencyMemory
+from ..backends.inputs import as_view, form_of_combine, form_of_dispatch, low_latency_dispatch_inputs
 from ..buffer import Buffer, backend_of, buffer_of, info_of
 from ..errors import EPInputError
 from .arguments import check_buffer, check_dims, check_tensor
