@@ -21,7 +21,8 @@ from .arrays.dtypes import DTYPES
 from .arrays.frameworks import framework_of
 from .arrays.stream_handles import of_event, of_stream
 from .arrays.view import Framework, View
-from .backends.base import Backend, BufferInfo, Call, LowLatencyPreparation, ThroughputPreparation
+from .backends import nvtx_ranges
+from .backends.base import Backend, BufferInfo, Call, LowLatencyDispatchInputs, LowLatencyPreparation, ThroughputPreparation
 from .backends.inputs import (
     bias_views,
     check_apart,
@@ -196,13 +197,12 @@ class Buffer(SharedByCopies):
     ) -> None:
         from .backends.agreement import report_wrong_setting  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
-        from .backends.nvtx_ranges import annotator, mark_calls
         from .comm.convert import communicator_of
 
         ranks = communicator_of(comm)
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs, "statistics": statistics}
         try:
-            annotate = annotator()
+            self._annotate = nvtx_ranges.annotator()
             _env.tuning()  # the backend reads it too; all ranks hear of a wrong value only here
             backend = choice(backend, "backend", ("auto", "cuda", "host"), error=EPConfigError)
             on_exhausted = choice(on_exhausted, "on_exhausted", ("copy", "error"), error=EPConfigError)
@@ -230,8 +230,6 @@ class Buffer(SharedByCopies):
             report_wrong_setting(ranks, error, timeout_s)
             raise
         made = make_backend(ranks, config, backend, next(_serials), on_exhausted, network)
-        if annotate is not None:
-            mark_calls(made, annotate)
         self._rank, self._backend, self._info, self._call_lock = ranks.Get_rank(), made, made.info, made.call_lock
         self.config = made.info.config
         self._made_at = time.monotonic()
@@ -360,8 +358,8 @@ class Buffer(SharedByCopies):
             >>> out = buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True).x
         """
         backend = self._live()
-        with self._call_lock:
-            self._call_lock.progress.name = "dispatch"
+        with (lock := self._call_lock):
+            lock.progress.name = "dispatch"
             call = begin_call(backend, x, async_finish, previous_event, stream)
             inputs = dispatch_inputs(
                 self._info,
@@ -380,7 +378,10 @@ class Buffer(SharedByCopies):
                 round_scale,
                 use_ue8m0,
             )
-            return backend.dispatch(inputs, call)
+            if self._annotate is None:
+                return backend.dispatch(inputs, call)
+            with self._annotate(nvtx_ranges.dispatch_text(inputs)):
+                return backend.dispatch(inputs, call)
 
     def combine(
         self,
@@ -439,11 +440,14 @@ class Buffer(SharedByCopies):
             >>> out = buffer.combine(y, sent.handle, bias=shared_expert_output).x
         """
         backend = self._live()
-        with self._call_lock:
-            self._call_lock.progress.name = "combine"
+        with (lock := self._call_lock):
+            lock.progress.name = "combine"
             call = begin_call(backend, x, async_finish, previous_event, stream)
             inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias, weighted, reduce, compress)
-            return backend.combine(inputs, call)
+            if self._annotate is None:
+                return backend.combine(inputs, call)
+            with self._annotate(nvtx_ranges.combine_text(inputs)):
+                return backend.combine(inputs, call)
 
     def prepare_throughput(
         self,
@@ -519,7 +523,8 @@ class Buffer(SharedByCopies):
                 return rows
 
             prepared = backend.prepare_throughput(preparation)
-            return PreparedThroughput(prepared, self._call_lock, view_rows, y)
+            texts = None if self._annotate is None else nvtx_ranges.throughput_texts(preparation, prepared)
+            return PreparedThroughput(prepared, self._call_lock, view_rows, y, self._annotate, texts)
 
     def low_latency_dispatch(
         self,
@@ -572,8 +577,8 @@ class Buffer(SharedByCopies):
             >>> y = experts(sent.recv_x, sent.recv_x_scales, sent.num_recv_tokens_per_expert)
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
-        with self._call_lock:
-            self._call_lock.progress.name = "low_latency_dispatch"
+        with (lock := self._call_lock):
+            lock.progress.name = "low_latency_dispatch"
             backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
             call = begin_call(backend, x, async_finish, None, stream)
             inputs = low_latency_dispatch_inputs(
@@ -588,7 +593,10 @@ class Buffer(SharedByCopies):
                 cumulative_local_expert_recv_stats,
                 wait_recv_cost_stats,
             )
-            return backend.low_latency_dispatch(inputs, call, with_hook)
+            if self._annotate is None:
+                return backend.low_latency_dispatch(inputs, call, with_hook)
+            with self._annotate(nvtx_ranges.low_latency_dispatch_text(inputs)):
+                return backend.low_latency_dispatch(inputs, call, with_hook)
 
     def low_latency_combine(
         self,
@@ -642,8 +650,8 @@ class Buffer(SharedByCopies):
         Example:
             >>> out = buffer.low_latency_combine(y, topk_idx, topk_weights, sent.handle).x
         """
-        with self._call_lock:
-            self._call_lock.progress.name = "low_latency_combine"
+        with (lock := self._call_lock):
+            lock.progress.name = "low_latency_combine"
             backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
             framework_of(y, "y")  # below, an error would name it x
             call = begin_call(backend, y, async_finish, None, stream)
@@ -652,7 +660,10 @@ class Buffer(SharedByCopies):
             )
             if flag(zero_copy, "zero_copy"):
                 _check_zero_copy(backend, inputs.y, handle.framework)
-            return backend.low_latency_combine(inputs, call, with_hook)
+            if self._annotate is None:
+                return backend.low_latency_combine(inputs, call, with_hook)
+            with self._annotate(nvtx_ranges.low_latency_combine_text(inputs)):
+                return backend.low_latency_combine(inputs, call, with_hook)
 
     def prepare_low_latency(
         self,
@@ -743,10 +754,10 @@ class Buffer(SharedByCopies):
                     _check_zero_copy(backend, rows, inputs.x.framework)
                 return rows
 
-            prepared = backend.prepare_low_latency(
-                LowLatencyPreparation(x, inputs, *form, into, with_hook, call.async_finish, stream)
-            )
-            return PreparedLowLatency(prepared, self._call_lock, view_rows, y)
+            preparation = LowLatencyPreparation(x, inputs, *form, into, with_hook, call.async_finish, stream)
+            prepared = backend.prepare_low_latency(preparation)
+            texts = None if self._annotate is None else nvtx_ranges.low_latency_texts(preparation, prepared)
+            return PreparedLowLatency(prepared, self._call_lock, view_rows, y, self._annotate, texts)
 
     def get_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Any:
         """Return memory in which the experts can write their outputs for `low_latency_combine(zero_copy=True)`.
@@ -1133,6 +1144,15 @@ def buffer_of(serial: int) -> Buffer:
         if buffer._info.serial == serial:
             return buffer
     raise EPDestroyedError("the Buffer of this call is gone; keep it as long as its results")
+
+
+def low_latency_dispatch_into(buffer: Buffer, backend: Backend, inputs: LowLatencyDispatchInputs, call: Call) -> None:
+    """Make a low-latency dispatch whose results lie in `inputs.into`, for the wrappers of frameworks. The caller holds the call lock."""
+    if buffer._annotate is None:
+        backend.low_latency_dispatch(inputs, call, False)
+        return
+    with buffer._annotate(nvtx_ranges.low_latency_dispatch_text(inputs)):
+        backend.low_latency_dispatch(inputs, call, False)
 
 
 def notice_of(buffer: Buffer) -> FailureNotice | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..arrays.dtypes import FP8_GROUP
 from ..backends.base import LowLatencyMemory
 from ..backends.inputs import as_view, form_of_combine, form_of_dispatch, low_latency_dispatch_inputs
-from ..buffer import Buffer, backend_of, buffer_of, info_of
+from ..buffer import Buffer, backend_of, buffer_of, info_of, low_latency_dispatch_into
 from ..errors import EPInputError
 from .arguments import check_buffer, check_dims, check_tensor
 from .operators import operator
@@ -169,7 +169,7 @@ def low_latency_dispatch_op(
                 f"x is on {x.device}; expected GPU {info.device}, where this Buffer works. Move it, topk_idx and topk_weights"
             )
         inputs.into = LowLatencyMemory(recv_x, scales, tables)
-        backend.low_latency_dispatch(inputs, call, False)
+        low_latency_dispatch_into(of, backend, inputs, call)
     return results
 
 
