@@ -19,7 +19,7 @@ from . import _env, _statistics_files
 from ._checks import argument_error, choice, flag, seconds, whole_number
 from .arrays.dtypes import DTYPES
 from .arrays.frameworks import framework_of
-from .arrays.stream_handles import of_event, of_stream
+from .arrays.frameworks import of_event, of_stream
 from .arrays.view import Framework, View
 from .backends import nvtx_ranges
 from .backends.base import Backend, BufferInfo, Call, LowLatencyDispatchInputs, LowLatencyPreparation, ThroughputPreparation

@@ -34,7 +34,7 @@ FILES = {
 LAYERS = [
     "errors _version _shim _env _checks _console _documents _finalizers _install",
     "arrays",
-    "config network traffic description statistics tuned",
+    "config network description statistics tuned",
     "results",
     "comm",
     "kernels",
@@ -114,7 +114,7 @@ def test_the_import_reader_sees_every_form() -> None:
 from . import call_order, view
 from .backend import HostBackend
 import deepep_rt.jit.build
-from deepep_rt.jit.cache import KernelCache
+from deepep_rt.jit.store import KernelCache
 from ... import __version__
 from ...arrays import view
 from .. import hooks

@@ -18,11 +18,11 @@ from ...config import MAX_NODES, Config
 from ...cuda import driver, nvshmem
 from ...cuda.nics import line_rate, list_nics
 from ...cuda.relay_memory import RelayAllocator
-from ...cuda.symmetric_memory import SymmetricAllocator, SymmetricMemory
+from ...cuda.transport import SymmetricAllocator, SymmetricMemory
 from ...cuda.topology import choose_device
 from ...description import LinkRates
 from ...errors import EPOutOfMemoryError, EPUnavailableError
-from ...jit import current_gpu
+from ...jit import compiler
 from ...kernels.layout import Layout
 from ...network import Choice, NetworkOptions
 from ...results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult
@@ -86,7 +86,7 @@ class CudaBackend:
         with self._consensus.step():
             self.context = driver.CurrentContext()
             driver.trim_memory_pool()  # other Buffers of this process may have left free memory there
-            free_bytes, arch, name = driver.free_bytes(), current_gpu.target_arch(), driver.device_name(device)
+            free_bytes, arch, name = driver.free_bytes(), compiler.target_arch(), driver.device_name(device)
             allocator.check_available()
         path, gpus = None, tuple(comm.allgather(f"{name} ({arch})"))
         self._config = config

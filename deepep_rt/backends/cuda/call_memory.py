@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...cuda.slots import Slot, Slots
-from ...cuda.stream_memory import StreamMemory
+from ...cuda.stream_tracking import StreamMemory
 from ..base import Call
 from .runtime import CudaRuntime
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...arrays.view import View
 from ...errors import EPOutOfMemoryError
-from ...jit import local_kernels
+from ...jit.launch import launch_local, launch_zero_padding, load_local
 from ...kernels.regions import Map, align_up, arrange
 from ...kernels.tuning import CHOICES_PER_BLOCK, MAX_POSITION_BLOCKS, TAIL_ROWS
 from ...results import DispatchHandle, Views
@@ -107,7 +107,7 @@ class ExpertRows:
             "num_topk": num_topk,
             "choice": -1,
         }
-        local_kernels.launch("sum_expert_rows", stream, values, num_tokens, x.dtype)
+        launch_local("sum_expert_rows", stream, values, num_tokens, x.dtype)
         owner = memory, x, weights, inputs.x, inputs.topk_weights
         sums = View(out, (num_tokens, self._config.hidden), x.dtype, self._runtime.device, owner, x.framework)
         returned = (
@@ -129,7 +129,7 @@ class ExpertRows:
         """
         if not self._has_kernels:
             # Between the launch of the dispatch and its counts, an error would leave the counts for the next call.
-            local_kernels.load("expert_positions", "expand_rows")
+            load_local("expert_positions", "expand_rows")
             self._has_kernels = True
         self._runtime.order.enqueue_waits(call)  # memory in a capture is other memory, and this tells whether there is one
         memory = self._memory.allocate(self._tables.num_bytes, call)
@@ -152,7 +152,7 @@ class ExpertRows:
                 "num_rows": -1 if worst is None else worst,
             }
             num_blocks = -(-rows.capacity * self._config.num_topk // CHOICES_PER_BLOCK)
-            local_kernels.launch("expert_positions", call.stream, values, max(1, min(num_blocks, MAX_POSITION_BLOCKS)))
+            launch_local("expert_positions", call.stream, values, max(1, min(num_blocks, MAX_POSITION_BLOCKS)))
 
         sent, make_views = self._by_token.send_rows(by_token, call, find_positions)
         counts = sent.num_recv_tokens_per_expert_list
@@ -191,7 +191,7 @@ class ExpertRows:
             "zero_padding": inputs.zero_padding,
         }
         num_items = x.shape[0] + self._config.num_local_experts + -(-num_rows // TAIL_ROWS)
-        local_kernels.launch("expand_rows", stream, values, num_items)
+        launch_local("expand_rows", stream, values, num_items)
 
     def _result(self, num_rows: int, by_token: Views, scales_by_column: bool) -> Map:
         """Arrange the results of a dispatch."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...arrays.dtypes import FP8_GROUP
 from ...arrays.view import View
 from ...errors import EPUnavailableError
-from ...jit import local_kernels
+from ...jit.launch import launch_local, launch_zero_padding, load_local
 from ...kernels.regions import arrange
 from ...kernels.tuning import has_fp8
 from ..base import Call, DispatchInputs
@@ -68,7 +68,7 @@ class Fp8Rows:
             "round_scale": inputs.round_scale,
             "use_ue8m0": inputs.use_ue8m0,
         }
-        local_kernels.launch("fp8_encode", stream, values, -(-num_groups * _THREADS_PER_GROUP // _THREADS), x.dtype)
+        launch_local("fp8_encode", stream, values, -(-num_groups * _THREADS_PER_GROUP // _THREADS), x.dtype)
         owner, device = (memory, x, inputs.x), self._runtime.device
         return replace(
             inputs,

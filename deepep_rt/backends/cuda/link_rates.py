@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus
-from ...comm.rendezvous import begin_measurement
+from ...comm.consensus import begin_measurement
 from ...config import Config
 from ...cuda import driver
-from ...cuda.symmetric_memory import SymmetricMemory
+from ...cuda.transport import SymmetricMemory
 from ...description import LinkRates
 from ...kernels.layout import Layout
 from ..base import BufferInfo

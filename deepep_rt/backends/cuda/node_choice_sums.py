@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...arrays.view import View
-from ...jit import local_kernels
+from ...jit.launch import launch_local, launch_zero_padding, load_local
 from ...kernels.regions import arrange
 from ...results import DispatchHandle, Views
 from ..base import Call, CombineInputs
@@ -84,7 +84,7 @@ class NodeChoiceSums:
         at = {name: memory.ptr + offset for name, offset in work.offsets.items()}
         token_weights = 0 if weights is None else at["weights"] if inputs.weighted else out_weights
         # Another rank may have made its last launch for a choice before this one. So no launch may fail for want of a kernel.
-        local_kernels.load("sum_expert_rows", "add_choice", dtype=x.dtype)
+        load_local("sum_expert_rows", "add_choice", dtype=x.dtype)
         runtime.launcher("combine_nodes", x.dtype)
         with runtime.monitor.call_half("a combine with reduce='topk' was interrupted between its choices", "kPhaseNodeSums"):
             for choice in range(num_topk):
@@ -113,7 +113,7 @@ class NodeChoiceSums:
                     "num_topk": num_topk,
                     "choice": choice,
                 }
-                local_kernels.launch("add_choice", stream, values, num_tokens, x.dtype)
+                launch_local("add_choice", stream, values, num_tokens, x.dtype)
         given = inputs.topk_weights, *inputs.biases
         own = by_token.routing, inputs.handle.routing.memory
         runtime.order.record_end(call, (x, weights, biases, inputs.x, memory, *given), own, *given)
@@ -134,4 +134,4 @@ class NodeChoiceSums:
             "num_topk": self._runtime.config.num_topk,
             "choice": choice,
         }
-        local_kernels.launch("sum_expert_rows", stream, values, num_rows, x.dtype)
+        launch_local("sum_expert_rows", stream, values, num_rows, x.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import View
 from ...comm.call_signature import Signature, pack
-from ...comm.rendezvous import agree_on_measurement
+from ...comm.consensus import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_ROUTE_BLOCKS, ROUTE_THREADS
 from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit.launch import Launcher

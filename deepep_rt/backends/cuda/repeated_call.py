@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from ..._finalizers import finalize
-from ...arrays import stream_handles
+from ...arrays import frameworks
 from ...arrays.view import View
 from ...cuda import driver
 from ...errors import EPInputError
@@ -47,7 +47,7 @@ class RepeatedCall(Generic[_Result]):
         self._order, self._monitor, self._network = runtime.order, runtime.monitor, runtime.network
         self._purposes = runtime.purposes
         self._call, self._own = call, own
-        self._stream = None if stream is None else stream_handles.of_stream(stream)
+        self._stream = None if stream is None else frameworks.of_stream(stream)
         self._arguments: tuple[Any, ...] = ()
         self._views: tuple[View | None, ...] = ()
         self._held: tuple[Any, ...] | None = (

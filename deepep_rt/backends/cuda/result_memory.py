@@ -9,7 +9,7 @@ from typing import Any
 from ...cuda import driver
 from ...cuda.captured_graph import CapturedGraph
 from ...cuda.pool import Block, Pool
-from ...cuda.stream_memory import StreamMemory, StreamPool
+from ...cuda.stream_tracking import StreamMemory, StreamPool
 from ...errors import EPOutOfMemoryError
 from ...kernels.regions import Map
 from ...statistics import PoolUse

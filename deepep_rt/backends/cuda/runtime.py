@@ -14,11 +14,11 @@ from ...comm.communicator import Communicator
 from ...config import STAGE_BYTES
 from ...cuda import driver
 from ...cuda.slots import Slots
-from ...cuda.stream_memory import StreamPool
-from ...cuda.symmetric_memory import SymmetricMemory
+from ...cuda.stream_tracking import StreamPool
+from ...cuda.transport import SymmetricMemory
 from ...errors import EPDestroyedError
-from ...jit import build, loader
-from ...jit.build_together import build_together
+from ...jit import build, launch
+from ...jit.build import build_together
 from ...jit.launch import Launcher
 from ...kernels import structs
 from ...kernels.layout import Layout
@@ -128,7 +128,7 @@ class CudaRuntime:
         launcher = self.launchers.get((name, dtype))
         if launcher is None:
             kernel, constants = KERNELS[name], self._constants(name, dtype)
-            function = loader.load(kernel, constants, self.arch)
+            function = launch.load(kernel, constants, self.arch)
             fixed = {
                 "peers": self.memory.peers,
                 "state": self.state,

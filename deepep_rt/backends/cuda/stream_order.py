@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...arrays import frameworks
-from ...arrays import stream_handles as handles
+from ...arrays import frameworks as handles
 from ...arrays.view import HOST, Framework, View
 from ...cuda import driver
 from ...cuda.captured_graph import CapturedGraph

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
-from ...comm.rendezvous import COPY_CEILING, agree_on_measurement
+from ...comm.consensus import COPY_CEILING, agree_on_measurement
 from ...config import Config
 from ...description import BufferDescription
 from ...errors import EPError, EPOutOfMemoryError, EPUnavailableError

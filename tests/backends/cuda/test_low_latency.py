@@ -17,7 +17,7 @@ from deepep_rt.arrays import frameworks
 from deepep_rt.backends.base import LowLatencyMemory
 from deepep_rt.backends.inputs import low_latency_dispatch_inputs
 from deepep_rt.cuda import driver
-from deepep_rt.jit import loader
+from deepep_rt.jit import launch
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.table import KERNELS
 
@@ -125,7 +125,7 @@ def test_out_may_not_overlap_y(fake: FakeGpu, make: Any) -> None:
 def test_kernels_are_loaded_when_a_buffer_is_made(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilation takes seconds. In the first call, the other ranks would wait for it."""
     with make(low_latency=True, num_max_tokens_per_rank=512, hidden=7168) as buffer:
-        monkeypatch.setattr(loader, "load", lambda *_: pytest.fail("loaded by a call"))
+        monkeypatch.setattr(launch, "load", lambda *_: pytest.fail("loaded by a call"))
         x, idx, weights = Array(fake, "bfloat16", 512, 7168), *arguments(fake, 512)[1:]
         sent = buffer.dispatch(x, idx, weights, num_worst_tokens=40)
         buffer.combine(Array(fake, "bfloat16", 40, 7168), sent.handle)
@@ -172,7 +172,7 @@ def test_only_kernels_that_wait_for_the_previous_one_overlap_with_it(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, arch: str
 ) -> None:
     """Others would run before their input is ready. Older GPUs do not support such launches."""
-    monkeypatch.setattr("deepep_rt.jit.current_gpu.target_arch", lambda: arch)
+    monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda: arch)
     attributes = {}
 
     def cu_launch(config: Any, function: int, *rest: Any) -> tuple:
@@ -220,7 +220,7 @@ def test_the_combine_buffer_is_for_the_callers_stream(
 
 
 def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("deepep_rt.jit.current_gpu.target_arch", lambda: "sm_80")
+    monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda: "sm_80")
     with make(low_latency=True) as buffer:
         x, idx, _ = arguments(fake)
         for options in ({}, {"use_ue8m0": True}, {"use_fp8": False}):
@@ -236,7 +236,7 @@ def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPa
 def test_compressed_rows(fake: FakeGpu, make: Any, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of their own send them, for few and for many tokens. FP8 needs GPUs that have it."""
     for arch in ("sm_90", "sm_80"):
-        monkeypatch.setattr("deepep_rt.jit.current_gpu.target_arch", lambda arch=arch: arch)
+        monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda arch=arch: arch)
         with make(low_latency=True, hidden=512, num_max_tokens_per_rank=256, low_latency_sms=4) as buffer:
             x = Array(fake, "bfloat16", num_tokens, 512)
             idx, weights = Array(fake, "int64", num_tokens, 4), Array(fake, "float32", num_tokens, 4)
@@ -259,7 +259,7 @@ def test_compressed_rows(fake: FakeGpu, make: Any, num_tokens: int, monkeypatch:
 
 def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX allocates it before the call. Rows of bfloat16 would be twice as long."""
-    monkeypatch.setattr("deepep_rt.jit.current_gpu.target_arch", lambda: "sm_80")
+    monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda: "sm_80")
     with make(low_latency=True) as buffer:
         x, idx, _ = arguments(fake)
         call = buffer._backend.begin(x, False, None, None)
