@@ -25,8 +25,8 @@ with or_exit("this benchmark", "bench"):
     from mpi4py import MPI
     from stages import Stages, wrapper_costs
 
-    from deepep_rt import _low_latency_calls, _throughput_calls
-    from deepep_rt.backends import call_lock, inputs, low_latency_inputs
+    from deepep_rt import buffer as buffer_module
+    from deepep_rt.backends import call_lock, inputs
     from deepep_rt.backends.cuda import low_latency_kernels, monitor, result_memory, stream_order, throughput
     from deepep_rt.bench import program
     from deepep_rt.bench.machine import Machine
@@ -44,10 +44,9 @@ REST, VIEWS, CHECKS, LAUNCH, MEMORY = "rest", "view of an array", "checks of arg
 ORDER = "order by stream"
 FUNCTIONS: list[tuple[str, Any, str]] = [
     *(("lock and context", call_lock.CallLock, name) for name in ("__enter__", "__exit__")),
-    *(("stream of the call", module, "begin_call") for module in (_low_latency_calls, _throughput_calls)),
-    *((CHECKS, _low_latency_calls, f"low_latency_{name}_inputs") for name in ("dispatch", "combine")),
-    *((CHECKS, _throughput_calls, f"{name}_inputs") for name in ("dispatch", "combine")),
-    *((VIEWS, module, "as_view") for module in (inputs, low_latency_inputs)),
+    ("stream of the call", buffer_module, "begin_call"),
+    *((CHECKS, buffer_module, f"{layout}{name}_inputs") for layout in ("low_latency_", "") for name in ("dispatch", "combine")),
+    (VIEWS, inputs, "as_view"),
     *((ORDER, stream_order.CallOrder, name) for name in ("enqueue_waits", "record_end", "record_prepared_end", "event")),
     *((MEMORY, slots.Slots, name) for name in ("acquire", "release")),
     *((MEMORY, result_memory.ResultMemory, name) for name in ("reserve", "keep", "allocate_sums")),

@@ -1,6 +1,6 @@
 """Check single arguments: whole numbers, seconds, flags, choices and objects. Every public function checks its arguments with these.
 
-These functions return Python's types, because NumPy's integers overflow: `numpy.uint16(32768) * 2` is 0. `array_checks` in
+These functions return Python's types, because NumPy's integers overflow: `numpy.uint16(32768) * 2` is 0. `inputs` in
 `backends` checks arrays, and `arrays.frameworks` checks streams and events.
 """
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from .arrays.view import View
 from .backends.base import PreparedCalls
 from .backends.call_lock import CallLock
+from .backends.nvtx_ranges import Annotate, PreparedTexts
 from .errors import EPInputError
 from .results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult, SharedByCopies
 
@@ -36,30 +37,43 @@ class _Prepared(SharedByCopies, Generic[_Sent, _Back]):
         _call_lock: CallLock,
         _view_rows: Callable[[Any], View],
         _y: Any,
+        _annotate: Annotate | None,
+        _texts: PreparedTexts | None,  # of ranges, if `_annotate` is given
     ) -> None:
         self._prepared: PreparedCalls[_Sent, _Back] = _prepared
-        self._call_lock, self._view_rows = _call_lock, _view_rows
+        self._call_lock, self._view_rows, self._annotate = _call_lock, _view_rows, _annotate
+        self._dispatch_text, self._text_of_combine = _texts or ("", lambda rows: "")
+        self._combine_text = ""
         self._y: Any = None
         if _y is not None:
             self._set_rows(_y)
 
     def _set_rows(self, y: Any) -> None:
-        self._prepared.set_rows(self._view_rows(y))
+        rows = self._view_rows(y)
+        self._prepared.set_rows(rows)
         self._y = y
+        if self._annotate is not None:
+            self._combine_text = self._text_of_combine(rows)
 
     def _make_dispatch(self) -> _Sent:
-        with self._call_lock:
-            self._call_lock.progress.name = self._names[0]
-            return self._prepared.dispatch()
+        with (lock := self._call_lock):
+            lock.progress.name = self._names[0]
+            if self._annotate is None:
+                return self._prepared.dispatch()
+            with self._annotate(self._dispatch_text):
+                return self._prepared.dispatch()
 
     def _make_combine(self, y: Any) -> _Back:
-        with self._call_lock:
-            self._call_lock.progress.name = self._names[1]
+        with (lock := self._call_lock):
+            lock.progress.name = self._names[1]
             if y is not None and y is not self._y:
                 self._set_rows(y)
             elif self._y is None:
                 raise EPInputError("y=None; expected the experts' rows, because no earlier call got them. Pass y")
-            return self._prepared.combine()
+            if self._annotate is None:
+                return self._prepared.combine()
+            with self._annotate(self._combine_text):
+                return self._prepared.combine()
 
 
 class PreparedThroughput(_Prepared[DispatchResult, CombineResult]):
@@ -125,15 +139,9 @@ class PreparedThroughput(_Prepared[DispatchResult, CombineResult]):
 class PreparedLowLatency(_Prepared[LowLatencyDispatchResult, LowLatencyCombineResult]):
     """A low-latency dispatch and its combine, with arguments that `Buffer.prepare_low_latency` has checked.
 
-    Before each step, write the new values to `x`, `topk_idx` and `topk_weights` in place. The calls hold these arrays. They do not notice
-    if a program gives one of them other memory, as `tensor.set_()` and `tensor.resize_()` do. Calls then read the old memory, which its
-    library may have given to another array.
-
-    On GPUs all calls use the same memory: a dispatch overwrites the results of the last dispatch, and a combine those of the last combine.
-    Work on other streams that reads results has to be ordered before the next call. With hooks, at most one dispatch and one combine are
-    open. For two micro-batches, prepare two calls.
-
-    A CUDA graph can capture the calls. Keep this object and its arrays as long as the graph.
+    Before each step, write the new values to `x`, `topk_idx` and `topk_weights` in place. What `PreparedThroughput` says of these arrays,
+    of results that the next call overwrites, and of CUDA graphs holds here too. With hooks, at most one dispatch and one combine are open.
+    For two micro-batches, prepare two calls.
 
     Example:
         >>> step = buffer.prepare_low_latency(x, topk_idx, topk_weights)

@@ -1,4 +1,7 @@
-"""Hooks of `return_recv_hook=True`: a call sends, and its hook receives later. They run in the order of their calls."""
+"""Hooks of `return_recv_hook=True`: a call sends, and its hook receives later. They run in the order of their calls.
+
+At the end are prepared calls that are made as ordinary calls: on the host backend, and for arrays in host memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from ..arrays.view import View
 from ..errors import EPInputError
+from ..results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
+from .base import Backend, Call, CombineInputs, LowLatencyCombineInputs, LowLatencyPreparation, ThroughputPreparation
 
 
 @dataclass(slots=True)
@@ -182,3 +188,83 @@ def check_hook_called(state: HookState | None) -> None:
     """Raise EPInputError if the dispatch of a handle has a hook that was not called."""
     if state is not None and not state.is_done:
         raise EPInputError("handle: the hook of its low_latency_dispatch was not called yet; call it first")
+
+
+class OrdinaryThroughput:
+    """See `base.PreparedCalls`. Each result has memory of its own.
+
+    Args:
+        backend: Makes the calls.
+        preparation: Their arguments.
+    """
+
+    def __init__(self, backend: Backend, preparation: ThroughputPreparation) -> None:
+        self._backend, self._given = backend, preparation
+        self._combine: CombineInputs | None = None
+
+    def dispatch(self) -> DispatchResult:
+        return self._backend.dispatch(self._given.dispatch, self._begin())
+
+    def set_rows(self, y: View) -> None:
+        self._combine = self._given.combine(y)
+
+    def combine(self) -> CombineResult:
+        assert self._combine is not None
+        return self._backend.combine(self._combine, self._begin())
+
+    def _begin(self) -> Call:
+        return self._backend.begin(self._given.caller_x, self._given.async_finish, None, self._given.stream)
+
+
+class OrdinaryLowLatency:
+    """See `base.PreparedCalls`. Each result has memory of its own.
+
+    Args:
+        backend: Makes the calls.
+        preparation: Their arguments.
+        hooks: The open hooks of the Buffer.
+    """
+
+    def __init__(self, backend: Backend, preparation: LowLatencyPreparation, hooks: Hooks) -> None:
+        self._backend, self._given, self._own_hooks = backend, preparation, OwnHooks(hooks)
+        self._y: View | None = None
+        self._handle: LowLatencyHandle | None = None
+
+    def dispatch(self) -> LowLatencyDispatchResult:
+        given = self._given
+        call = self._begin()
+        self._own_hooks.check_can_dispatch()
+        sent = self._backend.low_latency_dispatch(given.dispatch, call, given.with_hook)
+        self._handle, self._own_hooks.dispatch = sent.handle, state_of(sent.hook)
+        return sent
+
+    def set_rows(self, y: View) -> None:
+        self._y = y
+
+    def combine(self) -> LowLatencyCombineResult:
+        given, handle, y = self._given, self._handle, self._y
+        if handle is None:
+            raise no_dispatch()
+        assert y is not None
+        call = self._begin()
+        self._own_hooks.check_can_combine()
+        idx, weights = given.dispatch.topk_idx, given.dispatch.topk_weights
+        assert weights is not None
+        inputs = LowLatencyCombineInputs(y, idx, weights, handle, given.reduce_early, given.out, given.compress)
+        back = self._backend.low_latency_combine(inputs, call, given.with_hook)
+        self._own_hooks.combine = state_of(back.hook)
+        return back
+
+    def _begin(self) -> Call:
+        return self._backend.begin(self._given.caller_x, self._given.async_finish, None, self._given.stream)
+
+
+def no_dispatch() -> EPInputError:
+    """Make the error for a combine without a dispatch."""
+    return EPInputError("combine of a prepared call; expected its dispatch before. Call dispatch() first")
+
+
+def state_of(hook: Callable[[], None] | None) -> Any:
+    """Return the state of a hook, which does not keep the hook alive; None without a hook."""
+    assert hook is None or isinstance(hook, Hook)
+    return None if hook is None else hook.state

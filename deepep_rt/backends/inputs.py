@@ -1,4 +1,7 @@
-"""Turn the arguments of throughput calls into Views, and check them, before anything is launched."""
+"""Turn the arguments of calls into Views, and check them, before anything is launched.
+
+The functions come in three parts: what all calls ask of an array, throughput calls, and low-latency calls.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,83 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._checks import argument_error, choice, flag, whole_number
-from ..arrays.compressed_rows import COMPRESSIONS
+from ..arrays import frameworks
+from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import HOST, View
-from ..config import COMBINE_DTYPES, MAX_ALIGNMENT, Config
-from ..errors import EPInputError
-from ..results import DispatchHandle
-from .array_checks import as_view, check_row, check_tokens, misaligned
-from .calls import BufferInfo, CombineInputs, DispatchInputs
+from ..config import COMBINE_DTYPES, MAX_ALIGNMENT, ROW_ALIGNMENT, Config
+from ..errors import EPError, EPInputError
+from ..results import DispatchHandle, LowLatencyHandle
+from .base import BufferInfo, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
 
 _PACKED_DTYPES = ("uint8", "int8")
 _MOST_ROWS = (1 << 31) - 1  # kernels count rows in 32 bits
+
+
+def as_view(
+    info: BufferInfo, array: Any, what: str, stream: int | None, shape: tuple[int, ...] | None = None, dtypes: Sequence[str] = ()
+) -> View:
+    """Return an argument as a View. If a shape is given, check it and the dtype."""
+    try:
+        # Each call comes here several times, and a known class needs no function.
+        framework = frameworks.FRAMEWORK_OF_CLASS.get(type(array)) or frameworks.framework_of(array, what)
+        view = framework.view(array, what, stream)
+    except EPError:
+        raise
+    except Exception as error:  # what the array's library raises: of DLPack producers, it may be anything
+        raise frameworks.unreadable(array, what, error) from error
+    if view.device != info.device and view.device != HOST:
+        here = "host memory (the host backend has no GPU)" if info.device == HOST else f"GPU {info.device}"
+        raise EPInputError(f"{what} is on GPU {view.device}; expected {here}, where this Buffer works. Move the array")
+    if view.ptr % 8 and view.device != HOST and view.ptr % view.itemsize:
+        raise misaligned(view, what, view.itemsize)
+    if shape is not None:
+        if view.shape != shape:
+            raise EPInputError(f"{what}.shape={list(view.shape)}; expected {list(shape)}. Pass an array of that shape")
+        if view.dtype not in dtypes:
+            raise EPInputError(f"{what}.dtype={view.dtype}; expected {' or '.join(dtypes)}. Convert it")
+    return view
+
+
+def check_tokens(info: BufferInfo, rows: View) -> None:
+    """Raise EPInputError if there are more tokens than the Buffer takes."""
+    if rows.shape[0] > info.config.num_max_tokens_per_rank:
+        raise EPInputError(
+            f"x.shape={list(rows.shape)}; expected at most {info.config.num_max_tokens_per_rank} tokens (num_max_tokens_per_rank). "
+            f"Split the batch, or make a larger Buffer"
+        )
+
+
+def check_writable(info: BufferInfo, view: View, array: Any, what: str) -> None:
+    """Raise EPInputError if the call cannot write to an array."""
+    if not view.framework.is_writable(array):
+        raise EPInputError(f"{what} is read-only; expected an array that this call can write to (JAX has none). Pass another one")
+    if view.device != info.device:
+        raise EPInputError(f"{what} is in host memory; expected GPU {info.device}, which writes to it. Move the array")
+
+
+def check_row(info: BufferInfo, view: View, what: str) -> None:
+    """Raise EPInputError unless rows have a size and a start that kernels can copy."""
+    row_bytes = view.row_bytes
+    if row_bytes % ROW_ALIGNMENT:
+        raise EPInputError(f"{what} has {row_bytes} bytes a row; expected a multiple of {ROW_ALIGNMENT}. Pad the rows")
+    if row_bytes > info.config.row_bytes:
+        raise EPInputError(
+            f"{what}.dtype={view.dtype}; expected at most the width of {info.config.dtype}, this Buffer's dtype. Convert it, or make a "
+            f"Buffer with dtype={view.dtype!r}"
+        )
+    check_start(view, what)
+
+
+def check_start(view: View, what: str) -> None:
+    """Raise EPInputError unless an array starts where kernels can read vectors."""
+    if view.ptr % ROW_ALIGNMENT and view.device != HOST:
+        raise misaligned(view, what, ROW_ALIGNMENT)
+
+
+def misaligned(view: View, what: str, alignment: int) -> EPInputError:
+    """Make the error for an array that starts at a wrong address."""
+    return EPInputError(f"{what} starts at address {view.ptr:#x}; expected a multiple of {alignment} bytes. Pass a copy")
 
 
 def dispatch_inputs(
@@ -262,3 +331,134 @@ def check_handle(info: BufferInfo, handle: Any) -> None:
         raise argument_error(handle, "handle", "the .handle of a DispatchResult", "Pass that.")
     if handle.buffer_serial != info.serial:
         raise EPInputError("handle is of another Buffer; expected one of this Buffer's dispatch. Call that Buffer")
+
+
+def low_latency_dispatch_inputs(
+    info: BufferInfo,
+    stream: int | None,
+    x: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    recv_stats: Any,
+    wait_stats: Any,
+) -> LowLatencyDispatchInputs:
+    """Check the arguments of `Buffer.low_latency_dispatch`. Its docstring names the rules."""
+    config = info.config
+    use_fp8, round_scale, use_ue8m0 = form_of_dispatch(info, use_fp8, round_scale, use_ue8m0)
+    rows = as_view(info, x, "x", stream)
+    if len(rows.shape) != 2 or rows.shape[1] != config.hidden or rows.dtype != "bfloat16":
+        raise EPInputError(
+            f"x.dtype={rows.dtype}, x.shape={list(rows.shape)}; expected bfloat16 [num_tokens, {config.hidden}]. Convert x"
+        )
+    check_start(rows, "x")
+    check_tokens(info, rows)
+    num_tokens = rows.shape[0]
+    idx = as_view(info, topk_idx, "topk_idx", stream, (num_tokens, config.num_topk), ("int32", "int64"))
+    weights = recv = waits = None
+    if topk_weights is not None:
+        weights = as_view(info, topk_weights, "topk_weights", stream, (num_tokens, config.num_topk), ("float32",))
+    if recv_stats is not None:
+        recv = as_view(info, recv_stats, "cumulative_local_expert_recv_stats", stream, (config.num_local_experts,), ("int32",))
+        check_writable(info, recv, recv_stats, "cumulative_local_expert_recv_stats")
+    if wait_stats is not None:
+        waits = as_view(info, wait_stats, "wait_recv_cost_stats", stream, (config.num_ranks,), ("int64",))
+        check_writable(info, waits, wait_stats, "wait_recv_cost_stats")
+    return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale, use_ue8m0, recv, waits)
+
+
+def form_of_dispatch(info: BufferInfo, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> tuple[bool, bool, bool]:
+    """Check the flags of a dispatch. Return them as Python's."""
+    if not (use_fp8 is True and round_scale is False and use_ue8m0 is False):  # all but the defaults
+        use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
+        round_scale = flag(round_scale, "round_scale") or use_ue8m0
+    if use_fp8 and info.config.hidden % FP8_GROUP:
+        raise EPInputError(f"hidden={info.config.hidden}; expected a multiple of {FP8_GROUP} for FP8 scales. Pass use_fp8=False")
+    if use_ue8m0 and not use_fp8:
+        raise EPInputError("use_ue8m0=True; expected use_fp8=True with it, because it is a format of FP8 scales. Pass both")
+    return use_fp8, round_scale, use_ue8m0
+
+
+def low_latency_combine_inputs(
+    info: BufferInfo,
+    stream: int | None,
+    y: Any,
+    topk_idx: Any,
+    topk_weights: Any,
+    handle: Any,
+    allow_multiple_reduction: bool,
+    out: Any,
+    reduce: str | None = None,
+    compress: str | None = None,
+) -> LowLatencyCombineInputs:
+    """Check the arguments of `Buffer.low_latency_combine`. Its docstring names the rules."""
+    config = info.config
+    reduce_early, compress = form_of_combine(info, allow_multiple_reduction, reduce, compress)
+    check_low_latency_handle(info, handle)
+    rows = expert_rows(info, stream, y)
+    idx = as_view(info, topk_idx, "topk_idx", stream, (handle.num_tokens, config.num_topk), ("int32", "int64"))
+    weights = as_view(info, topk_weights, "topk_weights", stream, (handle.num_tokens, config.num_topk), ("float32",))
+    into = None
+    if out is not None:
+        into = sums_view(info, stream, out, handle.num_tokens)
+        check_apart(into, rows)
+    return LowLatencyCombineInputs(rows, idx, weights, handle, reduce_early, into, compress)
+
+
+def form_of_combine(
+    info: BufferInfo, allow_multiple_reduction: bool, reduce: str | None, compress: str | None
+) -> tuple[bool, str | None]:
+    """Check how the rows of a combine travel. Return whether an expert's rank adds up its rows, and the form of the rows."""
+    reduce_early = allow_multiple_reduction is True or flag(allow_multiple_reduction, "allow_multiple_reduction")
+    if reduce is not None:
+        if choice(reduce, "reduce", ("rank", "topk")) == "rank" and not reduce_early:
+            raise EPInputError("reduce='rank' with allow_multiple_reduction=False, which is reduce='topk'. Leave one of them out")
+        reduce_early = reduce == "rank"
+    if compress is not None:
+        compress = choice(compress, "compress", COMPRESSIONS)
+        _check_compression(info.config.hidden, compress, reduce_early)
+    return reduce_early, compress
+
+
+def expert_rows(info: BufferInfo, stream: int | None, y: Any) -> View:
+    """Check the experts' rows of a combine."""
+    config = info.config
+    rows = as_view(info, y, "y", stream, (config.num_local_experts, config.worst_recv_tokens, config.hidden), ("bfloat16",))
+    check_start(rows, "y")
+    return rows
+
+
+def sums_view(info: BufferInfo, stream: int | None, out: Any, num_tokens: int) -> View:
+    """Check the caller's array for the result of a combine."""
+    into = as_view(info, out, "out", stream, (num_tokens, info.config.hidden), ("bfloat16",))
+    check_writable(info, into, out, "out")
+    check_start(into, "out")
+    return into
+
+
+def check_apart(out: View, rows: View) -> None:
+    """Raise EPInputError if the result of a combine overlaps its rows."""
+    if out.ptr < rows.ptr + rows.nbytes and rows.ptr < out.ptr + out.nbytes:
+        raise EPInputError("out overlaps y; expected separate memory, because y is read while out is written. Pass another array")
+
+
+def _check_compression(hidden: int, compress: str, reduce_early: bool) -> None:
+    if not reduce_early:
+        raise EPInputError(
+            f"compress={compress!r} with allow_multiple_reduction=False; expected True, because compression changes the bits that False "
+            f"keeps. Leave one of them out"
+        )
+    if hidden % LOW_LATENCY_CHANNELS:
+        raise EPInputError(
+            f"hidden={hidden}; expected a multiple of {LOW_LATENCY_CHANNELS} with compress={compress!r} in low-latency calls. Leave it out"
+        )
+
+
+def check_low_latency_handle(info: BufferInfo, handle: Any) -> None:
+    """Raise EPInputError unless a low-latency dispatch of this Buffer returned it."""
+    if not isinstance(handle, LowLatencyHandle):
+        raise argument_error(handle, "handle", "the .handle of a LowLatencyDispatchResult", "Pass that.")
+    if handle.buffer_serial != info.serial:
+        raise EPInputError("handle is of another Buffer; expected one of this Buffer's low_latency_dispatch. Call that Buffer")

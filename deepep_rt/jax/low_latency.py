@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from .._checks import argument_error
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import View
-from ..backends.calls import LowLatencyMemory
-from ..backends.low_latency_inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
-from ..buffer import Buffer, backend_of, info_of
+from ..backends.base import LowLatencyMemory
+from ..backends.inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
+from ..buffer import Buffer, backend_of, info_of, low_latency_dispatch_into
 from ..errors import EPInputError
 from ..results import LowLatencyHandle as _Handle
 from .arguments import NO_FRAMEWORK, as_array, as_int32, token_of, tokens_and_indices, traced_view
@@ -197,7 +197,7 @@ def _run_dispatch(
         backend.call_lock.progress.name = "low_latency_dispatch"
         inputs = low_latency_dispatch_inputs(info_of(buffer), stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
         inputs.into = LowLatencyMemory(recv_x, scales[0] if scales else None, table)
-        backend.low_latency_dispatch(inputs, backend.begin(x, False, None, stream), False)
+        low_latency_dispatch_into(buffer, backend, inputs, backend.begin(x, False, None, stream))
 
 
 def _run_combine(

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ..arrays.dtypes import FP8_GROUP
-from ..backends.array_checks import as_view
-from ..backends.calls import LowLatencyMemory
-from ..backends.low_latency_inputs import form_of_combine, form_of_dispatch, low_latency_dispatch_inputs
-from ..buffer import Buffer, backend_of, buffer_of, info_of
+from ..backends.base import LowLatencyMemory
+from ..backends.inputs import as_view, form_of_combine, form_of_dispatch, low_latency_dispatch_inputs
+from ..buffer import Buffer, backend_of, buffer_of, info_of, low_latency_dispatch_into
 from ..errors import EPInputError
 from .arguments import check_buffer, check_dims, check_tensor
 from .operators import operator
@@ -162,7 +161,7 @@ def low_latency_dispatch_op(
                 f"x is on {x.device}; expected GPU {info.device}, where this Buffer works. Move it, topk_idx and topk_weights"
             )
         inputs.into = LowLatencyMemory(recv_x, scales, tables)
-        backend.low_latency_dispatch(inputs, call, False)
+        low_latency_dispatch_into(of, backend, inputs, call)
     return results
 
 

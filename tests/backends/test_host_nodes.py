@@ -13,7 +13,7 @@ from memory_store import make_ranks
 
 from deepep_rt import Buffer
 from deepep_rt.arrays.view import HOST
-from deepep_rt.backends.calls import BufferInfo
+from deepep_rt.backends.base import BufferInfo
 from deepep_rt.backends.host.handle_tables import HostHandleTables
 from deepep_rt.buffer import backend_of
 from deepep_rt.comm.store import StoreCommunicator

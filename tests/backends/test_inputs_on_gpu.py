@@ -13,8 +13,8 @@ from deepep_rt import EPInputError
 from deepep_rt.arrays import frameworks
 from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.arrays.view import HOST, Framework, View
-from deepep_rt.backends import inputs, low_latency_inputs
-from deepep_rt.backends.calls import BufferInfo
+from deepep_rt.backends import inputs
+from deepep_rt.backends.base import BufferInfo
 from deepep_rt.config import Config
 from deepep_rt.results import DispatchHandle, LowLatencyHandle
 
@@ -100,10 +100,10 @@ def check(call: str, info: BufferInfo = SITE, **changed: Any) -> Any:
         return inputs.combine_inputs(info, STREAM, x, handle, weights, biases)
     if call == "low_latency_dispatch":
         x, idx, weights, *stats = given.values()
-        return low_latency_inputs.low_latency_dispatch_inputs(info, STREAM, x, idx, weights, False, False, False, *stats)
+        return inputs.low_latency_dispatch_inputs(info, STREAM, x, idx, weights, False, False, False, *stats)
     y, idx, weights, out = given.values()
     own = LowLatencyHandle(TOKENS, info.serial, None, True, Framework())
-    return low_latency_inputs.low_latency_combine_inputs(info, STREAM, y, idx, weights, own, True, out)
+    return inputs.low_latency_combine_inputs(info, STREAM, y, idx, weights, own, True, out)
 
 
 def moved(array: Array, **changed: Any) -> Array:
@@ -257,7 +257,7 @@ def test_optional_arguments(call: str) -> None:
 def test_formats_of_low_latency(flags: tuple[bool, bool, bool], kept: tuple[bool, bool, bool]) -> None:
     """UE8M0 scales are powers of two, so use_ue8m0 implies round_scale."""
     given = ARGUMENTS["low_latency_dispatch"]
-    made = low_latency_inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, *flags, None, None)
+    made = inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, *flags, None, None)
     assert (made.use_fp8, made.round_scale, made.use_ue8m0) == kept
     assert (made.topk_weights, made.recv_stats, made.wait_stats) == (None, None, None)
 
@@ -265,16 +265,12 @@ def test_formats_of_low_latency(flags: tuple[bool, bool, bool], kept: tuple[bool
 def test_formats_that_exclude_each_other() -> None:
     given = ARGUMENTS["low_latency_dispatch"]
     with pytest.raises(EPInputError, match=r"use_ue8m0=True; expected use_fp8=True with it"):
-        low_latency_inputs.low_latency_dispatch_inputs(
-            SITE, STREAM, given["x"], given["topk_idx"], None, False, False, True, None, None
-        )
+        inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, False, False, True, None, None)
     odd = BufferInfo(5, Config(RANKS, num_max_tokens_per_rank=8, hidden=64, num_topk=TOPK, num_experts=EXPERTS), 0)
     x = Array("bfloat16", (TOKENS, 64))
     with pytest.raises(EPInputError, match=r"hidden=64; expected a multiple of 128 for FP8 scales. Pass use_fp8=False"):
-        low_latency_inputs.low_latency_dispatch_inputs(odd, STREAM, x, given["topk_idx"], None, True, False, False, None, None)
-    assert low_latency_inputs.low_latency_dispatch_inputs(
-        odd, STREAM, x, given["topk_idx"], None, False, False, False, None, None
-    )
+        inputs.low_latency_dispatch_inputs(odd, STREAM, x, given["topk_idx"], None, True, False, False, None, None)
+    assert inputs.low_latency_dispatch_inputs(odd, STREAM, x, given["topk_idx"], None, False, False, False, None, None)
 
 
 @pytest.mark.parametrize("multiple", [True, False])
@@ -292,7 +288,7 @@ def test_checked_arguments_keep_their_names(multiple: bool) -> None:
     assert [view.owner for view in found] == list(given.values())
     own = LowLatencyHandle(TOKENS, SITE.serial, None, True, Framework())
     y, idx, weights, out = ARGUMENTS["low_latency_combine"].values()
-    back = low_latency_inputs.low_latency_combine_inputs(SITE, STREAM, y, idx, weights, own, multiple, out)
+    back = inputs.low_latency_combine_inputs(SITE, STREAM, y, idx, weights, own, multiple, out)
     assert [view.owner for view in (back.y, back.topk_idx, back.topk_weights, back.out)] == [y, idx, weights, out]  # type: ignore[union-attr]
     assert (back.handle, back.reduce_early) == (own, multiple)
 
@@ -306,9 +302,9 @@ def test_handles_are_of_the_right_kind_and_buffer() -> None:
     with pytest.raises(EPInputError, match="handle is of another Buffer; expected one of this Buffer's dispatch"):
         check_any(SITE, STREAM, x, plain, None, None)
     with pytest.raises(EPInputError, match=r"handle=<DispatchHandle>; expected the \.handle of a LowLatencyDispatchResult"):
-        low_latency_inputs.check_low_latency_handle(SITE, plain)
+        inputs.check_low_latency_handle(SITE, plain)
     with pytest.raises(EPInputError, match="handle is of another Buffer; expected one of this Buffer's low_latency_dispatch"):
-        low_latency_inputs.check_low_latency_handle(SITE, quick)
+        inputs.check_low_latency_handle(SITE, quick)
 
 
 def test_flags_are_named() -> None:
@@ -317,13 +313,11 @@ def test_flags_are_named() -> None:
         flags: list[Any] = [True, False, False]
         flags[number] = "yes"
         with pytest.raises(EPInputError, match=rf"^{name}='yes'; expected"):
-            low_latency_inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, *flags, None, None)
+            inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, *flags, None, None)
     own = LowLatencyHandle(TOKENS, SITE.serial, None, True, Framework())
     wrong: Any = "yes"
     with pytest.raises(EPInputError, match=r"^allow_multiple_reduction='yes'; expected"):
-        low_latency_inputs.low_latency_combine_inputs(
-            SITE, STREAM, quick["y"], quick["topk_idx"], quick["topk_weights"], own, wrong, None
-        )
+        inputs.low_latency_combine_inputs(SITE, STREAM, quick["y"], quick["topk_idx"], quick["topk_weights"], own, wrong, None)
 
 
 def test_errors_of_a_library_are_quoted(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ import pytest
 from mpi4py import MPI
 
 from deepep_rt import Buffer, EPConfigError, EPInputError
+from deepep_rt.backends.inputs import low_latency_dispatch_inputs
+from deepep_rt.buffer import backend_of, info_of, low_latency_dispatch_into
 
 SIZES = dict(num_max_tokens_per_rank=8, hidden=128, num_topk=2, num_experts=4, backend="host", low_latency=True)
 
@@ -73,6 +75,33 @@ def test_each_call_is_a_range(ranges: list[str], monkeypatch: pytest.MonkeyPatch
     ]
 
 
+def test_prepared_throughput_calls_of_the_host_backend(ranges: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPEP_RT_NVTX", "1")
+    x = np.ones((3, 128), np.float32).astype(ml_dtypes.bfloat16)
+    with Buffer(MPI.COMM_SELF, **SIZES) as buffer:
+        sent = buffer.dispatch(x, np.array([[0, 1]] * 3))
+        step = buffer.prepare_throughput(x, sent.handle)
+        ranges.clear()
+        step.dispatch()
+        step.combine(sent.recv_x)
+    assert ranges == [
+        *("+dispatch: 3 tokens of 256 bytes, known routing, layout token", "-"),
+        *("+combine: 3 rows of 256 bytes for 3 tokens, reduce rank", "-"),
+    ]
+
+
+def test_the_dispatch_of_a_wrapper_is_a_range(ranges: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPEP_RT_NVTX", "1")
+    x, idx = np.ones((3, 128), np.float32).astype(ml_dtypes.bfloat16), np.array([[0, 1]] * 3)
+    with Buffer(MPI.COMM_SELF, **SIZES) as buffer:
+        backend = backend_of(buffer)
+        with backend.call_lock:
+            call = backend.begin(x, False, None, None)
+            inputs = low_latency_dispatch_inputs(info_of(buffer), call.stream, x, idx, None, False, False, False, None, None)
+            low_latency_dispatch_into(buffer, backend, inputs, call)
+    assert ranges == ["+low_latency_dispatch: 3 tokens of 256 bytes", "-"]
+
+
 def test_a_range_ends_with_an_error(ranges: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_NVTX", "1")
     x = np.ones((3, 128), np.float32).astype(ml_dtypes.bfloat16)
@@ -89,6 +118,7 @@ def test_without_a_profiler_calls_are_plain(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with Buffer(MPI.COMM_SELF, **SIZES) as buffer:
+        assert buffer._annotate is None
         assert "dispatch" not in vars(buffer._backend), "the call is the backend's own method"
         _all_calls(buffer)
     assert ranges == []

@@ -195,7 +195,7 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
     import numpy as np
 
     from deepep_rt.arrays.view import HOST
-    from deepep_rt.backends.calls import BufferInfo
+    from deepep_rt.backends.base import BufferInfo
     from deepep_rt.backends.cuda.handle_tables import CudaHandleTables
     from deepep_rt.compat import handles
     from deepep_rt.config import Config

@@ -45,7 +45,7 @@ LAYERS = [
     "backends.host",
     "backends.cuda",
     "backends.factory",
-    "buffer _buffer_base _low_latency_calls _statistics_files _throughput_calls _tuning_calls prepared",
+    "buffer _statistics_files prepared",
     "__init__",
     "torch",
     "jax",

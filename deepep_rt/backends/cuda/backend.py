@@ -30,11 +30,10 @@ from ...statistics import Counters
 from ...tuned import Tuning, TuningResult
 from .. import saved_tunings
 from ..agreement import announce
-from ..base import PreparedCalls
+from ..base import BufferInfo, Call, LowLatencyPreparation, PreparedCalls, ThroughputPreparation
 from ..call_lock import CallLock
-from ..calls import BufferInfo, Call, LowLatencyPreparation, ThroughputPreparation
+from ..hooks import OrdinaryLowLatency, OrdinaryThroughput
 from ..path_choice import AgreedPath, Measure, agree_on_path, describe, usual_rates
-from ..prepared_calls import OrdinaryLowLatency, OrdinaryThroughput
 from .autotune import autotune
 from .handle_tables import CudaHandleTables
 from .link_rates import measure_links

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...cuda.slots import Slot, Slots
 from ...cuda.stream_tracking import StreamMemory
-from ..calls import Call
+from ..base import Call
 from .runtime import CudaRuntime
 
 

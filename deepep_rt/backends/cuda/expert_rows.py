@@ -17,7 +17,7 @@ from ...jit.launch import launch_local, load_local
 from ...kernels.regions import Map, align_up, arrange
 from ...kernels.tuning import CHOICES_PER_BLOCK, MAX_POSITION_BLOCKS, TAIL_ROWS
 from ...results import DispatchHandle, Views
-from ..calls import SCALE_COLUMN_ALIGNMENT, Call, CombineInputs, DispatchInputs
+from ..base import SCALE_COLUMN_ALIGNMENT, Call, CombineInputs, DispatchInputs
 from .call_memory import CallMemory
 from .row_mover import ArrivingRows, RowMover
 from .runtime import CudaRuntime, address_of

@@ -11,7 +11,7 @@ from ...errors import EPUnavailableError
 from ...jit.launch import launch_local
 from ...kernels.regions import arrange
 from ...kernels.tuning import has_fp8
-from ..calls import Call, DispatchInputs
+from ..base import Call, DispatchInputs
 from .call_memory import CallMemory
 from .runtime import CudaRuntime
 

@@ -10,8 +10,7 @@ from ...cuda import driver
 from ...kernels import structs
 from ...kernels.layout import Layout
 from ...results import DispatchHandle, LowLatencyHandle
-from ..base import Entries
-from ..calls import BufferInfo
+from ..base import BufferInfo, Entries
 from .expert_rows import RowsByExpert
 
 

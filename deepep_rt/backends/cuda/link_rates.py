@@ -13,8 +13,8 @@ from ...cuda import driver
 from ...cuda.transport import SymmetricMemory
 from ...description import LinkRates
 from ...kernels.layout import Layout
+from ..base import BufferInfo
 from ..call_lock import CallLock
-from ..calls import BufferInfo
 from ..path_choice import config_of_measurement
 from .runtime import CudaRuntime
 

@@ -15,7 +15,7 @@ from ...jit.launch import Launcher
 from ...kernels.structs import LL_RECEIVE
 from ...kernels.table import KERNELS
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
-from ..calls import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyPreparation
+from ..base import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyPreparation
 from ..hooks import Hook, HookQueue, Hooks, check_hook_called
 from .low_latency_kernels import LowLatencyKernels
 from .monitor import whole_call

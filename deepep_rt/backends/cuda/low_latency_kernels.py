@@ -15,7 +15,7 @@ from ...errors import EPInputError, EPUnavailableError
 from ...kernels.structs import LL_RECEIVE, LL_SEND
 from ...kernels.tuning import has_fp8
 from ...results import Views
-from ..calls import LowLatencyDispatchInputs
+from ..base import LowLatencyDispatchInputs
 from .runtime import CudaRuntime, address_of
 
 _log = logging.getLogger("deepep_rt")

@@ -10,7 +10,7 @@ from ...arrays.view import View
 from ...jit.launch import launch_local, load_local
 from ...kernels.regions import arrange
 from ...results import DispatchHandle, Views
-from ..calls import Call, CombineInputs
+from ..base import Call, CombineInputs
 from .call_memory import CallMemory
 from .result_memory import ResultMemory
 from .result_views import combine_views

@@ -15,7 +15,7 @@ from ...jit.launch import Launcher
 from ...kernels.nodes_layout import NodesLayout
 from ...kernels.regions import Map
 from ...results import DispatchHandle, Views
-from ..calls import Call, CombineInputs, DispatchInputs
+from ..base import Call, CombineInputs, DispatchInputs
 from ..overflow import too_many_rows
 from .link_rates import far_bandwidth, far_latency
 from .node_choice_sums import NodeChoiceSums, NodeSums

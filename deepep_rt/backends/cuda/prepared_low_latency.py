@@ -12,9 +12,8 @@ from ...cuda.slots import Slot
 from ...errors import EPInputError
 from ...kernels.structs import LL_RECEIVE
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
-from ..calls import Call, LowLatencyPreparation
-from ..hooks import Hook, HookQueue, Hooks, OwnHooks, check_hook_called
-from ..prepared_calls import no_dispatch
+from ..base import Call, LowLatencyPreparation
+from ..hooks import Hook, HookQueue, Hooks, OwnHooks, check_hook_called, no_dispatch
 from .low_latency_kernels import LowLatencyKernels
 from .monitor import whole_call
 from .repeated_call import RepeatedCall, check_stream

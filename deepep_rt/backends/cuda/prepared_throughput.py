@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...arrays.view import HOST, Framework, View
 from ...errors import EPInputError
 from ...results import CombineResult, DispatchResult, Event
-from ..calls import Call, ThroughputPreparation
+from ..base import Call, ThroughputPreparation
 from .monitor import whole_call
 from .repeated_call import RepeatedCall, check_stream
 from .result_views import combine_views, dispatch_views

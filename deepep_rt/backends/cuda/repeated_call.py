@@ -17,7 +17,7 @@ from ...cuda import driver
 from ...errors import EPInputError
 from ...jit.launch import PreparedLaunch
 from ...results import CombineResult, DispatchResult, Event, LowLatencyCombineResult, LowLatencyDispatchResult
-from ..calls import Call
+from ..base import Call
 from .runtime import CudaRuntime
 from .stream_order import CallEnd, must_hold_arguments
 

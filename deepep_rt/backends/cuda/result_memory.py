@@ -13,7 +13,7 @@ from ...cuda.stream_tracking import StreamMemory, StreamPool
 from ...errors import EPOutOfMemoryError
 from ...kernels.regions import Map
 from ...statistics import PoolUse
-from ..calls import Call
+from ..base import Call
 from .stream_order import CallOrder
 
 _log = logging.getLogger("deepep_rt")

@@ -10,7 +10,7 @@ from ...comm.call_signature import Signature
 from ...cuda.slots import Slots
 from ...jit.launch import Launcher
 from ...results import DispatchHandle, Views
-from ..calls import Call, CombineInputs, DispatchInputs
+from ..base import Call, CombineInputs, DispatchInputs
 from .result_memory import ResultMemory
 
 

@@ -26,8 +26,8 @@ from ...kernels.source import kernel_constants
 from ...kernels.table import KERNELS
 from ...results import Views
 from ...tuned import CALLS, CopyShape
+from ..base import BufferInfo
 from ..call_lock import CallLock
-from ..calls import BufferInfo
 from ..purposes import Purposes
 from .monitor import Monitor
 from .network_memory import NetworkMemory

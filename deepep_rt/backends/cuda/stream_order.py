@@ -15,7 +15,7 @@ from ...cuda import driver
 from ...cuda.captured_graph import CapturedGraph
 from ...errors import EPInputError
 from ...results import Event
-from ..calls import Call
+from ..base import Call
 
 
 class _LastCall:

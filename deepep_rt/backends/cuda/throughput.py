@@ -12,7 +12,7 @@ from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUT
 from ...errors import EPInputError, EPUnavailableError
 from ...jit.launch import Launcher
 from ...results import DispatchHandle, Views
-from ..calls import Call, CombineInputs, DispatchInputs
+from ..base import Call, CombineInputs, DispatchInputs
 from .choice_sums import ChoiceSums
 from .copy_ceilings import copy_ceilings
 from .result_memory import ResultMemory

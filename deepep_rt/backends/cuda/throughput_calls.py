@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...arrays.view import HOST
 from ...results import CombineResult, DispatchResult
-from ..calls import Call, CombineInputs, DispatchInputs, ThroughputPreparation
+from ..base import Call, CombineInputs, DispatchInputs, ThroughputPreparation
 from .call_memory import CallMemory
 from .expert_rows import ExpertRows
 from .fp8_rows import Fp8Rows

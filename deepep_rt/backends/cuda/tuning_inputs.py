@@ -13,7 +13,7 @@ from ...arrays.view import View
 from ...config import COMBINE_DTYPES
 from ...cuda import driver
 from ...jit.launch import PreparedLaunch
-from ..calls import Call, CombineInputs, DispatchInputs
+from ..base import Call, CombineInputs, DispatchInputs
 from .row_mover import RowMover
 from .runtime import CudaRuntime
 

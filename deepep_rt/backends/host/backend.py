@@ -28,8 +28,7 @@ from ...results import CombineResult, DispatchResult, Event, LowLatencyCombineRe
 from ...statistics import Counters
 from ...tuned import TuningResult
 from ..agreement import announce
-from ..call_lock import CallLock
-from ..calls import (
+from ..base import (
     BufferInfo,
     Call,
     CombineInputs,
@@ -39,9 +38,9 @@ from ..calls import (
     LowLatencyPreparation,
     ThroughputPreparation,
 )
-from ..hooks import Hooks
+from ..call_lock import CallLock
+from ..hooks import Hooks, OrdinaryLowLatency, OrdinaryThroughput
 from ..overflow import OverflowLog
-from ..prepared_calls import OrdinaryLowLatency, OrdinaryThroughput
 from ..purposes import Purposes
 from .expert_rows import ExpertRows
 from .handle_tables import HostHandleTables

@@ -10,7 +10,7 @@ from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, val
 from ...arrays.view import View
 from ...config import Config
 from ...results import DispatchHandle, Views
-from ..calls import SCALE_COLUMN_ALIGNMENT, CombineInputs, DispatchInputs
+from ..base import SCALE_COLUMN_ALIGNMENT, CombineInputs, DispatchInputs
 from ..overflow import OverflowLog
 from .throughput import Throughput
 

@@ -7,8 +7,7 @@ import numpy as np
 from ...arrays.host_memory import Result
 from ...arrays.view import Framework, View, host_bytes
 from ...results import DispatchHandle, LowLatencyHandle
-from ..base import Entries
-from ..calls import BufferInfo
+from ..base import BufferInfo, Entries
 from .expert_rows import RowsByExpert
 from .routing import ExpertRouting, Routing, new_expert_routing
 

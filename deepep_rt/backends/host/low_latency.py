@@ -17,7 +17,7 @@ from ...arrays.host_memory import Result, fp8_rows, from_float32, rows_of, to_fl
 from ...arrays.view import Framework, View, host_bytes
 from ...errors import EPInputError
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
-from ..calls import BufferInfo, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyMemory
+from ..base import BufferInfo, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyMemory
 from ..hooks import Hooks, check_hook_called
 from ..overflow import OverflowLog
 from .handle_tables import HostHandleTables

@@ -9,7 +9,7 @@ import numpy as np
 from ...arrays.compressed_rows import compress, expand
 from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
 from ...results import DispatchHandle, Views
-from ..calls import BufferInfo, CombineInputs, DispatchInputs
+from ..base import BufferInfo, CombineInputs, DispatchInputs
 from ..overflow import OverflowLog, too_many_rows
 from .headers import CallAgreement
 from .messages import MessageChannel

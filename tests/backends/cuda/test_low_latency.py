@@ -14,8 +14,8 @@ from fake_gpu import CALLERS_STREAM, Array, FakeGpu, arguments, fake, like, make
 
 from deepep_rt import EPInputError, EPUnavailableError
 from deepep_rt.arrays import frameworks
-from deepep_rt.backends.calls import LowLatencyMemory
-from deepep_rt.backends.low_latency_inputs import low_latency_dispatch_inputs
+from deepep_rt.backends.base import LowLatencyMemory
+from deepep_rt.backends.inputs import low_latency_dispatch_inputs
 from deepep_rt.cuda import driver
 from deepep_rt.jit import launch
 from deepep_rt.kernels.layout import Layout

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from deepep_rt import EPOutOfMemoryError
-from deepep_rt.backends.calls import Call
+from deepep_rt.backends.base import Call
 from deepep_rt.backends.cuda.result_memory import Reservation, ResultMemory
 from deepep_rt.cuda import captured_graph, driver
 from deepep_rt.cuda.captured_graph import CapturedGraph
