@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 
+import hypothesis
 import kept
 import limits
 import pytest
@@ -20,6 +21,10 @@ try:
     importlib.metadata.distribution("deepep_rt")
 except importlib.metadata.PackageNotFoundError:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+# A busy machine is no failure: an example may take long, and so may its making.
+hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("any machine")
 
 kept.folder()  # before a test sets DEEPEP_RT_CACHE_DIR
 
