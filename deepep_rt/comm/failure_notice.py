@@ -20,10 +20,8 @@ from .communicator import Communicator
 from .process_end import END, EXCEPTION, SIGNAL, describe
 
 FAILURE_NOTICE_TAG = 3
-_POLL_PERIOD_S = 0.02
 _GRACE_S = 0.2  # data that a rank sent before its notice may arrive after it
 _END_GRACE_S = 1.0  # if its program ended as it should, this rank's GPU may still work on calls that both have made
-_MAX_TEXT = 500
 _LEAVES = EXCEPTION, SIGNAL, END
 _REFUSED, _ELSEWHERE, _REPEATED = "refused", "elsewhere", "repeated"
 
@@ -168,7 +166,7 @@ class FailureNotice:
     def _send(self, kind: str, text: str, doing: str = "") -> None:
         if not self._comm.can_send():
             return
-        notice = [kind, self._progress.num_made, doing, text[:_MAX_TEXT].rstrip(". ")]  # a part of a sentence
+        notice = [kind, self._progress.num_made, doing, text[: process_end.MAX_TEXT].rstrip(". ")]  # a part of a sentence
         with suppress(EPUnavailableError, RuntimeError):  # without the store, or after an error of MPI, no message can be sent
             sent = [self._comm.isend(notice, peer, FAILURE_NOTICE_TAG) for peer in self._peers]
             if unread := [request for request in self._requests if not request.Test()]:
@@ -179,7 +177,7 @@ class FailureNotice:
 
     def start_listening(self) -> None:
         """Begin a wait. Polling costs messages, so a short wait does not poll."""
-        self._poll_at = time.monotonic() + _POLL_PERIOD_S
+        self._poll_at = time.monotonic() + process_end.POLL_PERIOD_S
         if self.has_refused and self._progress.name:
             self.make_call()
 
@@ -190,7 +188,7 @@ class FailureNotice:
             EPUnavailableError: If the store of the ranks has ended, and no rank has said that it leaves.
         """
         if (now := time.monotonic()) >= self._poll_at:
-            self._poll_at = now + _POLL_PERIOD_S
+            self._poll_at = now + process_end.POLL_PERIOD_S
             try:
                 self._receive(now)
             except EPUnavailableError:

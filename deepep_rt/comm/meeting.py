@@ -10,9 +10,6 @@ from ..errors import EPPeerError, EPUnavailableError
 from . import process_end
 from .communicator import MEETING_TAG, Communicator
 
-_POLL_PERIOD_S = 0.02
-_MAX_TEXT = 500
-
 
 class _Leave(NamedTuple):
     """What a rank says when an exception takes it out of a meeting: the number that it had sent, and which attempt that was."""
@@ -85,7 +82,7 @@ class Meeting:
             channel: The wait follows the meeting that ended with this number. Default: it is that for the meeting.
         """
         if (now := time.monotonic()) >= self._poll_at:
-            self._poll_at = now + _POLL_PERIOD_S
+            self._poll_at = now + process_end.POLL_PERIOD_S
             self._receive()
         for peer, left in self._left.items():
             if channel is None:
@@ -97,7 +94,7 @@ class Meeting:
                 if channel is None:  # the next attempt is another one
                     del self._left[peer]
                 rank = self._comm.Get_rank()
-                text = f"rank {peer} left {phase}, and rank {rank} waited for it. Fix the exception of rank {peer}: {left.reason}"
+                text = f"rank {peer} left {phase}, and rank {rank} waited for it: {left.reason}. Fix that on rank {peer}"
                 return EPPeerError(text, reason=left.reason, rank=rank, peer=peer, phase=phase)
         return None
 
@@ -108,13 +105,11 @@ class Meeting:
         process_end.leave_after(error, self)
 
     def leave(self, kind: str, reason: str) -> None:
-        """Tell all peers that this rank leaves the meeting; see `process_end.Leaver`."""
+        """Tell all peers that this rank leaves the meeting after an exception, a signal or the end of its program; see `Leaver`."""
         self.close()
         if self._comm.can_send():
-            with suppress(
-                EPUnavailableError, RuntimeError
-            ):  # without the store, or after an error of MPI, no message can be sent
-                self._requests = self._send(*self._sent, reason[:_MAX_TEXT].rstrip(". "))
+            with suppress(EPUnavailableError, RuntimeError):  # the store has ended, or MPI has failed
+                self._requests = self._send(*self._sent, reason[: process_end.MAX_TEXT].rstrip(". "))
 
     def is_delivered(self) -> bool:
         """Return whether all peers have read that this rank leaves."""

@@ -25,6 +25,8 @@ from typing import Any, Protocol
 
 EXCEPTION, SIGNAL, END = "exception", "signal", "end"
 """Why a rank leaves: an exception, a signal, or a program that ended or dropped its Buffer."""
+POLL_PERIOD_S, MAX_TEXT = 0.02, 500
+"""How often a rank that waits reads notices, and their longest text."""
 _DELIVERY_S = 1.0
 _HANDLER_S = 0.3  # for the handler in the main thread, before the thread of the pipe acts
 

@@ -106,6 +106,42 @@ def test_a_slow_rank_ends_a_meeting_after_the_others_began_the_next(ranks: list[
     assert len(first | {meeting.end() for meeting in meetings}) == 2
 
 
+def test_a_rank_that_leaves_a_meeting_is_heard_once(ranks: list[StoreCommunicator]) -> None:
+    """A late rank hears it too. The attempt after it is another one, and waits for all ranks."""
+    meetings = leaver, *others = [Meeting(comm) for comm in ranks]
+    leaver.begin()
+    leaver.leave("signal", "SIGTERM ended its process")
+    for meeting in others:
+        meeting.begin()
+        assert not meeting.Test()
+        error = meeting.error("a test")
+        assert error is not None
+        assert (error.peer, error.reason) == (0, "SIGTERM ended its process")
+        assert meeting.error("a test") is None
+    for meeting in meetings:
+        meeting.begin()
+    for meeting in 2 * meetings:
+        meeting.Test()
+        assert meeting.error("a test") is None
+    assert all(meeting.Test() for meeting in meetings)
+
+
+def test_ranks_that_all_leave_a_meeting_do_not_hear_it_in_the_next(ranks: list[StoreCommunicator]) -> None:
+    """Ctrl-C reaches all ranks."""
+    meetings = [Meeting(comm) for comm in ranks]
+    for meeting in meetings:
+        meeting.begin()
+        meeting.leave("exception", "KeyboardInterrupt")
+    meetings[0].begin()
+    assert not meetings[0].Test()
+    assert meetings[0].error("a test") is None, "the others left the attempt before"
+    for meeting in meetings[1:]:
+        meeting.begin()
+    for meeting in 2 * meetings:
+        meeting.Test()
+    assert all(meeting.Test() for meeting in meetings)
+
+
 @pytest.mark.parametrize("missing", [[2], [0, 1]])
 def test_errors_name_missing_ranks(ranks: list[StoreCommunicator], missing: list[int], seconds: Callable[[float], float]) -> None:
     limit_s = seconds(0.2)
