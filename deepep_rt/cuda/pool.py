@@ -114,17 +114,21 @@ class Pool:
         begin = self._find(num_bytes, stream)
         if begin is None:
             return None
-        taken = begin, begin + num_bytes
-        self._free = [part for extent in self._free for part in _without(extent, taken)]
-        pending: PendingWork = ()
-        used = []
-        for extent, work in self._used:
-            rest = _without(extent, taken)
-            if rest != [extent]:
-                pending += work
-            used += [(part, work) for part in rest]
-        self._used = used
+        pending = self._take(begin, begin + num_bytes)
         return Block(self, begin, num_bytes, self._tracker.order_after(pending, stream), stream, reader)
+
+    def _take(self, begin: int, end: int) -> PendingWork:
+        """Remove a part of the free memory. Return the work that used it before."""
+        free, used = self._free, self._used
+        at = bisect(free, (begin + 1,)) - 1
+        free[at : at + 1] = _without(free[at], begin, end)
+        pending: PendingWork = ()
+        for number in range(len(used) - 1, -1, -1):
+            extent, work = used[number]
+            if extent[0] < end and begin < extent[1]:
+                pending = work + pending
+                used[number : number + 1] = [(part, work) for part in _without(extent, begin, end)]
+        return pending
 
     def release(self, offset: int, num_bytes: int, pending: PendingWork, streams: Streams) -> None:
         """Take back memory that `streams` used, with the work that was pending before them."""
@@ -155,8 +159,10 @@ class Pool:
     def _find(self, num_bytes: int, stream: int) -> int | None:
         """Return the first offset that no other stream is busy with, or else the one whose last user left first."""
         foreign = [extent for extent, pending in self._used if not is_only_on(pending, stream)]
+        if not foreign:
+            return self._first_fit(num_bytes)
         offsets = self._candidates(num_bytes, foreign)
-        if len(offsets) < 2 or not foreign or driver.is_capturing(stream):
+        if len(offsets) < 2 or driver.is_capturing(stream):
             return offsets[0] if offsets else None
         self._used = [(extent, unfinished(pending)) for extent, pending in self._used]
         busy = [(age, extent) for age, (extent, pending) in enumerate(self._used) if not is_only_on(pending, stream)]
@@ -165,6 +171,15 @@ class Pool:
             return max((age for age, (begin, end) in busy if begin < offset + num_bytes and offset < end), default=-1)
 
         return min(offsets, key=last_use)
+
+    def _first_fit(self, num_bytes: int) -> int | None:
+        """Return the first of the `_candidates`, if nothing is avoided."""
+        if self._is_large(num_bytes):
+            for first, end in self._free:
+                cell = align_up(first, self._cell)
+                if cell + num_bytes <= end:
+                    return cell
+        return next((first for first, end in self._free if first + num_bytes <= end), None)
 
     def _candidates(self, num_bytes: int, avoided: list[Extent]) -> list[int]:
         """Return offsets where a block fits, including those right after avoided extents. Early ones keep free memory in large parts."""
@@ -193,7 +208,9 @@ class Pool:
             self._free.insert(at, (begin, end))
 
 
-def _without(extent: Extent, taken: Extent) -> list[Extent]:
-    """Return the parts of an extent that are not in `taken`."""
-    (begin, end), (other_begin, other_end) = extent, taken
-    return [part for part in ((begin, min(end, other_begin)), (max(begin, other_end), end)) if part[0] < part[1]]
+def _without(extent: Extent, begin: int, end: int) -> list[Extent]:
+    """Return the parts of an extent that are not between `begin` and `end`, which overlap with it."""
+    first, last = extent
+    if first < begin:
+        return [(first, begin), (end, last)] if end < last else [(first, begin)]
+    return [(end, last)] if end < last else []
