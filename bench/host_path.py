@@ -51,8 +51,8 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     *((MEMORY, slots.Slots, name) for name in ("acquire", "release")),
     *((MEMORY, result_memory.ResultMemory, name) for name in ("reserve", "keep", "allocate_sums")),
     *(("parameters", low_latency_kernels.LowLatencyKernels, f"{name}_params") for name in ("dispatch", "combine")),
-    ("parameters", throughput.Throughput, "dispatch_launch"),
-    ("parameters", throughput.Throughput, "combine_launch"),
+    ("parameters", throughput.RowMover, "dispatch_launch"),
+    ("parameters", throughput.RowMover, "combine_launch"),
     *((LAUNCH, launch.Launcher, name) for name in ("__call__", "launch")),
     *(("reports of kernels", monitor.Monitor, name) for name in ("check_peers", "check_inputs")),
 ]

@@ -34,8 +34,8 @@ from ...kernels.table import KERNELS
 from ...kernels.tuning import has_tma, shapes_to_try
 from ...tuned import CALLS, CopyShape, TuningResult, TuningRow, choose
 from .. import saved_tunings
-from .row_mover import RowMover
 from .runtime import CudaRuntime
+from .throughput import RowMover
 from .tuning_inputs import TuningInputs
 
 _log = logging.getLogger("deepep_rt")

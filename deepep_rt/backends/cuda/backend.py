@@ -39,10 +39,9 @@ from .handle_tables import CudaHandleTables
 from .link_rates import measure_links
 from .low_latency import LowLatency
 from .monitor import whole_call
-from .nodes import NodesThroughput
 from .runtime import CudaRuntime
 from .statistics import GpuStatistics
-from .throughput import Throughput
+from .throughput import NodesThroughput, Throughput
 from .throughput_calls import ThroughputCalls
 
 _ALLOCATOR: SymmetricAllocator = nvshmem

@@ -19,8 +19,9 @@ from ...kernels.tuning import CHOICES_PER_BLOCK, MAX_POSITION_BLOCKS, TAIL_ROWS
 from ...results import DispatchHandle, Views
 from ..base import SCALE_COLUMN_ALIGNMENT, Call, CombineInputs, DispatchInputs
 from .call_memory import CallMemory
-from .row_mover import ArrivingRows, RowMover
+from .result_views import ArrivingRows
 from .runtime import CudaRuntime, address_of
+from .throughput import RowMover
 
 
 @dataclass(frozen=True, eq=False)

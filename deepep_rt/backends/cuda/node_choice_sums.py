@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from ...arrays.view import View
 from ...jit.launch import launch_local, load_local
@@ -16,23 +14,8 @@ from .result_memory import ResultMemory
 from .result_views import combine_views
 from .runtime import CudaRuntime, address_of
 
-
-@dataclass(frozen=True, slots=True)
-class NodeSums:
-    """What a launch of combine_nodes reads and writes: addresses, where 0 means no array."""
-
-    y: int
-    topk_weights: int
-    out: int
-    out_topk_weights: int
-    biases: tuple[int, int] = (0, 0)
-    choice: int = -1  # the choice whose rows `y` has; -1: the rows of all choices have been added up
-    expert_offsets: int = 0  # with a choice, tables of the kernel expert_positions
-    expert_ends: int = 0
-
-
-class _Launch(Protocol):
-    def __call__(self, inputs: CombineInputs, sums: NodeSums, by_token: DispatchHandle, stream: int) -> None: ...
+LaunchChoice = Callable[[CombineInputs, int, dict[str, int], dict[str, int], int], None]
+"""Launches a combine over nodes. Arguments: inputs, number of rows, the first Params, the Params of the choice, and the stream."""
 
 
 class NodeChoiceSums:
@@ -51,7 +34,7 @@ class NodeChoiceSums:
         self._memory = CallMemory(runtime)
 
     def add_up(
-        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call, launch: _Launch
+        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call, launch: LaunchChoice
     ) -> Callable[[], Views]:
         """Launch three kernels for each choice. Return the function that makes the results.
 
@@ -90,16 +73,18 @@ class NodeChoiceSums:
             for choice in range(num_topk):
                 sends_weights = choice == 0 and weights is not None
                 self._select(x, weights if sends_weights else None, tables, at, choice, num_rows, stream)
-                sums = NodeSums(
-                    y=at["rows_by_token"],
-                    topk_weights=at["weights_by_token"] if sends_weights else 0,
-                    out=at["rows"],
-                    out_topk_weights=token_weights,  # for all choices, because a launch that fails fills them with NaN
-                    choice=choice,
-                    expert_offsets=tables["offsets"],
-                    expert_ends=tables["ends"],
-                )
-                launch(inputs, sums, by_token, stream)
+                params = {
+                    "num_tokens": num_tokens,
+                    "y": at["rows_by_token"],
+                    "topk_weights": at["weights_by_token"] if sends_weights else 0,
+                    "bias_0": 0,
+                    "bias_1": 0,
+                    "handle": by_token.routing.ptr,
+                    "out": at["rows"],
+                    "out_topk_weights": token_weights,  # for all choices, because a launch that fails fills them with NaN
+                }
+                of_choice = {"choice": choice, "expert_offsets": tables["offsets"], "expert_ends": tables["ends"]}
+                launch(inputs, num_rows, params, of_choice, stream)
                 is_last = choice == num_topk - 1
                 values = {
                     "x": at["rows"],

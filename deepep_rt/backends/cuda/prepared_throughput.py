@@ -12,8 +12,8 @@ from ..base import Call, ThroughputPreparation
 from .monitor import whole_call
 from .repeated_call import RepeatedCall, check_stream
 from .result_views import combine_views, dispatch_views
-from .row_mover import RowMover
 from .runtime import CudaRuntime
+from .throughput import RowMover
 
 
 class PreparedThroughput:
@@ -62,8 +62,8 @@ class PreparedThroughput:
         def make_sent(event: Event, stream: int) -> DispatchResult:
             return DispatchResult(handle, event, make_views(stream=stream))
 
-        place = results.offset_of(rows), parts.offsets, num_rows, counts.ptr
-        launcher, params = by_token.dispatch_launch(given.signature, arrays, tables.ptr, *place)
+        place = results.offset_of(rows), parts.offsets, num_rows
+        launcher, params = by_token.dispatch_launch(given.signature, arrays, tables.ptr, counts.ptr, *place)
         self._dispatch: RepeatedCall[DispatchResult] = RepeatedCall(
             runtime, new_call(), preparation.stream, (rows, counts, tables)
         )

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...arrays.view import View
 from ...results import Views
-from .row_mover import ArrivingRows
 from .runtime import CudaRuntime
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingRows:
+    """Addresses of what a launched routing and its dispatch write. Work behind it on its stream may read there."""
+
+    topk_idx: int
+    src_idx: int
+    num_recv: int
+    num_recv_per_expert: int
+    capacity: int  # rows that fit
+    idx_bytes: int
+
+
+OnLaunch = Callable[[ArrivingRows], None]
+"""Launches more kernels behind a dispatch. It may not fail for a reason of one rank: the other ranks have made the call."""
 
 
 def dispatch_views(

@@ -1,4 +1,4 @@
-"""The throughput calls of the CUDA backend: dispatch and combine."""
+"""The throughput calls of the CUDA backend with rows by token: dispatch and combine, on one node and over several."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from typing import Any
 from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import View
 from ...comm.call_signature import Signature, pack
-from ...config import COMBINE_DTYPES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
-from ...errors import EPInputError, EPUnavailableError
+from ...comm.consensus import agree_on_measurement
+from ...config import COMBINE_DTYPES, MAX_NODES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
+from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit.launch import Launcher
+from ...kernels.nodes_layout import NodesLayout
+from ...kernels.regions import Map
 from ...results import DispatchHandle, Views
 from ..base import Call, CombineInputs, DispatchInputs
+from ..overflow import too_many_rows
 from .choice_sums import ChoiceSums
 from .copy_ceilings import copy_ceilings
-from .result_memory import ResultMemory
-from .result_views import arriving_rows, combine_views, dispatch_views
-from .row_mover import OnLaunch
+from .link_rates import far_bandwidth, far_latency
+from .network_memory import NetworkMemory
+from .node_choice_sums import NodeChoiceSums
+from .result_memory import Reservation, ResultMemory
+from .result_views import OnLaunch, arriving_rows, combine_views, dispatch_views
 from .runtime import CudaRuntime, address_of
 
 _PUBLISHED = (
@@ -29,26 +35,42 @@ _PUBLISHED = (
     "capacity",
     "call_signature",
 )
-"""Params of a dispatch that its routing tells the peers."""
+"""Params of a dispatch on one node that its routing tells the peers."""
+_ALL_CHOICES = {"choice": -1, "expert_offsets": 0, "expert_ends": 0}
+"""The last Params of combine_nodes for rows that are sums over all choices."""
+_MAX_MEASURED_BYTES = 1 << 30
 
 
-class Throughput:
-    """Dispatch and combine as kernel launches over symmetric memory.
+class RowMover:
+    """Moves rows by token between ranks, as kernel launches: `Throughput` on one node, `NodesThroughput` on several.
 
     Args:
         runtime: The Buffer's memory and kernels.
         copy_when_full: Copy results out of symmetric memory when the pool is full, instead of raising.
+        unavailable: Why this Buffer cannot make throughput calls, or "".
     """
 
-    def __init__(self, runtime: CudaRuntime, copy_when_full: bool) -> None:
+    _suffix = ""
+    """Of the kernels' names."""
+    _rows_phase = "kPhaseDispatchRows"
+    """Of an interrupted dispatch."""
+    _publishing_blocks = 0
+    """Blocks of the routing that do not count tokens."""
+    _waits_when_full = False
+    """A dispatch waits for its counts before it needs memory for its rows, if the pool is full."""
+    _network: NetworkMemory | None = None
+    """Over several nodes: wakes before kernels put something to other nodes."""
+
+    def __init__(self, runtime: CudaRuntime, copy_when_full: bool, unavailable: str) -> None:
         config, layout = runtime.config, runtime.layout
         self.num_sms = config.num_sms
         """SMs of the next calls."""
         self._runtime, self._order, self._monitor = runtime, runtime.order, runtime.monitor
-        self._config, self._layout, self._regions = config, layout, runtime.regions
+        self._config, self._layout, self._unavailable = config, layout, unavailable
         self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles)
-        self._counts_offsets = layout.counts.offsets
+        self._counts_offsets, self._landing = layout.counts.offsets, runtime.regions.offsets["landing"]
         self.counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
+        """Memory for the counts of dispatches with a handle."""
         self.results = ResultMemory(
             runtime.memory.ptr,
             runtime.regions,
@@ -58,19 +80,35 @@ class Throughput:
             copy_when_full,
             counts_use=config.statistics,
         )
-        self._choice_sums = ChoiceSums(runtime, self.results)
-        self._has_peer_access = config.num_ranks <= MAX_RANKS_PER_NODE and all(runtime.memory.peers)
-        if self._has_peer_access:
-            combine = [("combine", config.dtype)] if config.dtype in COMBINE_DTYPES else []
-            runtime.load([("route", None), ("dispatch", None), *combine])
+        self._route_kernel, self._dispatch_kernel, self._combine_kernel = (
+            f"{name}{self._suffix}" for name in ("route", "dispatch", "combine")
+        )
+        if not unavailable:
+            combine = [(self._combine_kernel, config.dtype)] if config.dtype in COMBINE_DTYPES else []
+            runtime.load([(self._route_kernel, None), (self._dispatch_kernel, None), *combine])
+
+    def check_support(self) -> None:
+        """Raise EPUnavailableError if this Buffer cannot make throughput calls."""
+        if self._unavailable:
+            raise EPUnavailableError(self._unavailable)
 
     def send_rows(
         self, inputs: DispatchInputs, call: Call, on_launch: OnLaunch | None = None
     ) -> tuple[DispatchHandle, Callable[[], Views]]:
-        """Launch the routing, unless a handle gives it, and the dispatch of rows by token. Wait for the counts if only they tell
-        the size.
+        """Launch the routing, unless a handle gives it, and the dispatch of rows. Wait for the counts if only they tell the size.
+
+        Over several nodes, wait before the launch of the dispatch if the pool has no room for `num_max_recv_tokens` rows.
+
+        Args:
+            inputs: Of the dispatch.
+            call: How the call runs.
+            on_launch: Runs right after the launch of the dispatch, if the routing is new: before the host waits for counts, if it can.
+
+        Returns:
+            The handle, and the function that makes the results.
         """
-        self.check_support()
+        if self._unavailable:
+            self.check_support()
         known, stream = inputs.handle, call.stream
         reader = call.caller_stream if inputs.layout == "token" else None  # rows by expert are copied out of these rows
         self._order.enqueue_waits(call)
@@ -82,59 +120,93 @@ class Throughput:
             )
         arrays = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
         x, idx, _, scales = arrays
-        row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
+        row_bytes = x.row_bytes
+        sizes = row_bytes, scales.row_bytes if scales else 0, idx.itemsize if idx else 0, idx is not None
+        most, counts_list = self._config.num_max_recv_tokens, None
+        capacity = most if inputs.num_worst_tokens is None else inputs.num_worst_tokens
+        if known is not None:
+            capacity, tables, counts_list = known.num_recv_rows, known.routing, known.num_recv_tokens_per_expert_list
+        parts = self._layout.result(capacity, *sizes)
+        # Without counts to wait for, a rank without room raises here, and makes no call at all.
+        reserve = self.results.reserve_in_pool if needs_counts and self._waits_when_full else self.results.reserve
+        reserved = reserve(parts.num_bytes, call, reader)
         # Counts have memory of their own: a caller that keeps them must not keep the rows.
         if known is None:
-            capacity = self._config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
             counts_owner = tables = self._handles.acquire(stream, call.caller_stream, call.capture, call.follows)
             counts = tables.ptr + self._layout.handle.offsets["counts"]
         else:
-            capacity, tables = known.num_recv_rows, known.routing
             counts_owner = self.counts.acquire(stream, call.caller_stream, call.capture, call.follows)
             counts = counts_owner.ptr
-        parts = self._layout.result(capacity, row_bytes, scale_bytes, idx.itemsize if idx else 0, idx is not None)
-        reserved = self.results.reserve(parts.num_bytes, call, reader)
-        place = tables.ptr, reserved.offset, parts.offsets, capacity, counts
-        launch, params = self.dispatch_launch(inputs.signature, arrays, *place)
-        params["follows_route"], params["to_host"] = known is None, needs_counts
-        num_rows, counts_list = capacity, known.num_recv_tokens_per_expert_list if known else None
-        with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", "kPhaseDispatchRows"):
+        num_recv, has_room = None, True
+        params: dict[str, Any] = {}
+        of_call = inputs.signature, arrays, tables.ptr, counts
+        if reserved is not None:
+            launch, params = self.dispatch_launch(*of_call, reserved.offset, parts.offsets, capacity, known is None, needs_counts)
+        with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", self._rows_phase):
             if known is None:
-                self._launch_route(inputs, idx, params, needs_counts, stream)
+                self._launch_route(inputs, idx, tables.ptr, params, needs_counts, stream)
+            if reserved is None:
+                self._order.record_end(call, (*arrays, inputs.topk_idx), (tables,), inputs.topk_idx)  # an error may end the wait
+                num_recv, counts_list = self._monitor.await_counts()
+                capacity, parts, reserved, has_room = self._reserve_arrived(num_recv, sizes, call, reader)
+                launch, params = self.dispatch_launch(*of_call, reserved.offset, parts.offsets, capacity, True, True)
+            if self._network is not None:
+                self._network.wake()
             launch(stream, self.num_sms, params)
-            if known is None and on_launch is not None:  # before the end of the call is recorded, and before the host waits
+            if known is None and on_launch is not None and has_room:  # before the end of the call is recorded
                 first = self._runtime.memory.ptr + reserved.offset
                 on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx.itemsize))
             given = inputs.topk_idx, inputs.topk_weights, inputs.scales
             self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
-            if needs_counts:
-                num_rows, counts_list = self._monitor.await_counts()
-        owner, base = self.results.keep(reserved, parts.offsets["x"] + num_rows * row_bytes, call, reader)
+            if needs_counts and num_recv is None:
+                num_recv, counts_list = self._monitor.await_counts()
+        if num_recv is not None:
+            if num_recv > most or not has_room:
+                self._runtime.synchronize()  # raises what the kernels of all ranks report
+                raise too_many_rows(self._runtime.rank, num_recv, most)
+            capacity = num_recv
+        owner, base = self.results.keep(reserved, parts.offsets["x"] + capacity * row_bytes, call, reader)
         make_views = dispatch_views(
-            self._runtime, arrays, parts.offsets, num_rows, rows=(base, owner), counts=(counts, counts_owner), stream=stream
+            self._runtime, arrays, parts.offsets, capacity, rows=(base, owner), counts=(counts, counts_owner), stream=stream
         )
-        handle = known or DispatchHandle(x.shape[0], num_rows, counts_list, self._runtime.info.serial, tables, {})
+        handle = known or DispatchHandle(x.shape[0], capacity, counts_list, self._runtime.info.serial, tables, {})
         return handle, make_views
 
+    def _reserve_arrived(
+        self, num_recv: int, sizes: tuple[int, int, int, bool], call: Call, reader: int | None
+    ) -> tuple[int, Map, Reservation, bool]:
+        """Reserve memory for the rows that the counts announce. Return its rows, parts and place, and whether there is room."""
+        capacity = num_recv if num_recv <= self._config.num_max_recv_tokens else 0
+        parts = self._layout.result(capacity, *sizes)
+        if not capacity:
+            return 0, parts, self.results.no_rows(), True
+        try:
+            return capacity, parts, self.results.reserve(parts.num_bytes, call, reader), True
+        except EPOutOfMemoryError:  # the other ranks wait for this rank: the kernel tells them
+            return 0, self._layout.result(0, *sizes), self.results.no_rows(), False
+
     def _launch_route(
-        self, inputs: DispatchInputs, idx: View, dispatch: Mapping[str, int], needs_counts: bool, stream: int
+        self, inputs: DispatchInputs, idx: View, tables: int, dispatch: Mapping[str, int], needs_counts: bool, stream: int
     ) -> None:
-        """Launch the routing of a dispatch with these Params. It tells the peers where that dispatch receives rows."""
+        """Launch the routing. `dispatch` has the Params of its dispatch, if they are known yet."""
         if needs_counts:
             self._runtime.page.expect_counts()
-        counting = max(min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms - 1), 1)
-        self._runtime.launcher("route")(
+        if self._network is not None:
+            self._network.wake()
+        others = self._publishing_blocks
+        counting = max(min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms - others), 1)
+        self._runtime.launcher(self._route_kernel)(
             stream,
-            counting + 1,  # block 0 publishes the receive windows
+            counting + others,
             {
                 "num_tokens": idx.shape[0],
                 "topk_idx": idx.ptr,
-                "handle": dispatch["handle"],
+                "handle": tables,
                 "idx_bytes": idx.itemsize,
                 "expert_alignment": inputs.expert_alignment,
                 "check": self._config.check_inputs,
                 "to_host": needs_counts,
-                **{name: dispatch[name] for name in _PUBLISHED},
+                **self._route_params(dispatch),
             },
         )
 
@@ -143,15 +215,34 @@ class Throughput:
         signature: Signature,
         arrays: Sequence[Any],
         tables: int,
+        counts: int,
         offset: int,
         parts: Mapping[str, int],
         capacity: int,
-        counts: int,
+        is_new: bool = False,
+        needs_counts: bool = False,
     ) -> tuple[Launcher, dict[str, Any]]:
-        """See `RowMover.dispatch_launch`."""
+        """Return the dispatch kernel and its Params.
+
+        Args:
+            signature: Of the call.
+            arrays: x, topk_idx, topk_weights and scales on the GPU.
+            tables: Address of the handle's tables.
+            counts: Address of the caller's counts.
+            offset: Of the result in symmetric memory.
+            parts: Offsets in the result.
+            capacity: Rows that fit.
+            is_new: The call launches its routing before.
+            needs_counts: The host waits for the counts.
+        """
         x, idx, weights, scales = arrays
-        row_bytes, scale_bytes = x.row_bytes, scales.row_bytes if scales else 0
-        return self._runtime.launcher("dispatch"), {
+        sizes = row_bytes, scale_bytes, idx_bytes, _ = (
+            x.row_bytes,
+            scales.row_bytes if scales else 0,
+            idx.itemsize if idx else 0,
+            weights is not None,
+        )
+        params = {
             "row_bytes": row_bytes,
             "x": x.ptr,
             "scales": address_of(scales),
@@ -167,16 +258,20 @@ class Throughput:
             "num_recv": counts + self._counts_offsets["num_recv"],
             "num_recv_per_expert": counts + self._counts_offsets["num_recv_per_expert"],
             "scale_bytes": scale_bytes,
-            "idx_bytes": idx.itemsize if idx else 0,
-            "rows_per_copy": rows_per_copy(row_bytes, self._runtime.dispatch_copy_bytes),
-            "follows_route": False,  # only a call that launches the routing sets these two
-            "to_host": False,
-            "call_signature": pack(signature),
+            "idx_bytes": idx_bytes,
         }
+        self._add_dispatch_params(params, sizes, is_new, needs_counts)
+        params["call_signature"] = pack(signature)
+        return self._runtime.launcher(self._dispatch_kernel), params
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
-        """Launch one kernel: rows arrive in the staging region of the tokens' ranks, which add them up."""
-        self.check_support()
+        """Launch one kernel: rows, or sums of a node's rows, arrive at the tokens' ranks, which add them up.
+
+        Returns:
+            The function that makes the results.
+        """
+        if self._unavailable:
+            self.check_support()
         stream, handle = call.stream, inputs.handle
         self._order.enqueue_waits(call)
         arrays = x, weights, *biases = self._runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
@@ -184,6 +279,8 @@ class Throughput:
         owner = self.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
         launch, params = self.combine_launch(inputs, arrays, out, out_weights)
+        if self._network is not None:
+            self._network.wake()
         launch(stream, self.num_sms, params)
         given = inputs.topk_weights, *inputs.biases
         self._order.record_end(call, (x, weights, biases, inputs.x, *given), (handle.routing,), *given)
@@ -193,27 +290,107 @@ class Throughput:
     def combine_launch(
         self, inputs: CombineInputs, arrays: Sequence[Any], out: int, out_weights: int
     ) -> tuple[Launcher, dict[str, Any]]:
-        """See `RowMover.combine_launch`."""
+        """Return the combine kernel and its Params.
+
+        Args:
+            inputs: Of the combine.
+            arrays: The rows, the weights and the biases on the GPU.
+            out: Address of the sums.
+            out_weights: Address of the sums of the weights.
+        """
         x, weights, *biases = arrays
-        kernel, staged_bytes = "combine", x.row_bytes
-        if inputs.compress:
-            kernel, staged_bytes = f"combine_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
-        staging = self._layout.staging(staged_bytes).offsets
-        staging_offset = self._regions.offsets["landing"]
-        return self._runtime.launcher(kernel, x.dtype), {
-            "num_tokens": inputs.handle.num_tokens,
+        handle = inputs.handle
+        params = {
+            "num_tokens": handle.num_tokens,
             "y": x.ptr,
             "topk_weights": address_of(weights),
             "bias_0": address_of(biases[0]) if biases else 0,
             "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
-            "handle": inputs.handle.routing.ptr,
+            "handle": handle.routing.ptr,
             "out": out,
-            "out_topk_weights": out_weights,
-            "recv_x_offset": staging_offset + staging["x"],
-            "recv_topk_weights_offset": staging_offset + staging["topk_weights"],
-            "capacity": inputs.handle.num_recv_rows,
-            "call_signature": pack(inputs.signature),
+            "out_topk_weights": out_weights if weights is not None else 0,
         }
+        return self._finish_sums(params, inputs, handle.num_recv_rows, inputs.signature, _ALL_CHOICES), params
+
+    def _finish_sums(
+        self, params: dict[str, int], inputs: CombineInputs, capacity: int, signature: Signature, choice: Mapping[str, int]
+    ) -> Launcher:
+        """Return the combine kernel, and add the rest of its Params.
+
+        Args:
+            params: The first Params. An address of 0 means no array.
+            inputs: Of the whole combine, which all ranks must agree on.
+            capacity: Rows of the handle by token.
+            signature: Of this launch.
+            choice: The choice of the rows, in a combine of one choice after the other over several nodes.
+        """
+        kernel, row_bytes = self._combine_kernel, inputs.x.row_bytes
+        sent_bytes = row_bytes
+        if inputs.compress:
+            kernel, sent_bytes = f"{kernel}_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
+        self._add_combine_params(params, row_bytes, sent_bytes, capacity, pack(signature), choice)
+        return self._runtime.launcher(kernel, inputs.x.dtype)
+
+    def add_up_choices(
+        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
+    ) -> Callable[[], Views]:
+        """Queue a combine with `reduce="topk"`. Return the function that makes its results.
+
+        Args:
+            inputs: Of the combine of rows by expert.
+            by_token: The handle of the rows by token.
+            tables: Addresses of the tables of the kernel expert_positions.
+            call: How the call runs.
+        """
+        raise NotImplementedError
+
+    def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
+        """Measure how fast rows and copies reach the other ranks; see `Buffer.copy_ceilings`."""
+        raise NotImplementedError
+
+    def _route_params(self, dispatch: Mapping[str, int]) -> dict[str, int]:
+        """Return the last Params of the routing."""
+        return {}
+
+    def _add_dispatch_params(
+        self, params: dict[str, int], sizes: tuple[int, int, int, bool], is_new: bool, needs_counts: bool
+    ) -> None:
+        """Add Params of this class's dispatch kernel, in order: a merge of dicts would take longer.
+
+        Args:
+            params: Those before.
+            sizes: Bytes of a row, of its scales and of an index, and whether there are weights.
+            is_new: As of `dispatch_launch`.
+            needs_counts: As of `dispatch_launch`.
+        """
+        raise NotImplementedError
+
+    def _add_combine_params(
+        self,
+        params: dict[str, int],
+        row_bytes: int,
+        sent_bytes: int,
+        capacity: int,
+        signature: int,
+        choice: Mapping[str, int],
+    ) -> None:
+        """Add the rest of the Params of this class's combine kernel, in order; see `_add_dispatch_params`."""
+        raise NotImplementedError
+
+
+class Throughput(RowMover):
+    """Dispatch and combine over symmetric memory: rows go straight to the memory of other ranks. See `RowMover`."""
+
+    _publishing_blocks = 1  # block 0 publishes the receive windows
+
+    def __init__(self, runtime: CudaRuntime, copy_when_full: bool) -> None:
+        has_peer_access = runtime.config.num_ranks <= MAX_RANKS_PER_NODE and all(runtime.memory.peers)
+        unavailable = (
+            f"some ranks of this Buffer have no direct access to each other; expected up to {MAX_RANKS_PER_NODE} ranks over NVLink or PCIe "
+            f"for dispatch and combine. Use the low-latency calls"
+        )
+        super().__init__(runtime, copy_when_full, "" if has_peer_access else unavailable)
+        self._choice_sums = ChoiceSums(runtime, self.results)
 
     def add_up_choices(
         self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
@@ -227,10 +404,109 @@ class Throughput:
         self.check_support()
         return copy_ceilings(self._runtime, self.num_sms, row_bytes, num_rows, iterations)
 
-    def check_support(self) -> None:
-        """Raise EPUnavailableError if this Buffer cannot make throughput calls."""
-        if not self._has_peer_access:
-            raise EPUnavailableError(
-                f"some ranks of this Buffer have no direct access to each other; expected up to {MAX_RANKS_PER_NODE} ranks over NVLink or "
-                f"PCIe for dispatch and combine. Use the low-latency calls"
-            )
+    def _route_params(self, dispatch: Mapping[str, int]) -> dict[str, int]:
+        return {name: dispatch[name] for name in _PUBLISHED}
+
+    def _add_dispatch_params(
+        self, params: dict[str, int], sizes: tuple[int, int, int, bool], is_new: bool, needs_counts: bool
+    ) -> None:
+        params["rows_per_copy"] = rows_per_copy(sizes[0], self._runtime.dispatch_copy_bytes)
+        params["follows_route"], params["to_host"] = is_new, needs_counts
+
+    def _add_combine_params(
+        self,
+        params: dict[str, int],
+        row_bytes: int,
+        sent_bytes: int,
+        capacity: int,
+        signature: int,
+        choice: Mapping[str, int],
+    ) -> None:
+        staging = self._layout.staging(sent_bytes).offsets
+        params["recv_x_offset"] = self._landing + staging["x"]
+        params["recv_topk_weights_offset"] = self._landing + staging["topk_weights"]
+        params["capacity"], params["call_signature"] = capacity, signature
+
+
+class NodesThroughput(RowMover):
+    """Dispatch and combine over symmetric memory of each node, and network memory between nodes. See `RowMover`.
+
+    Each node adds up its rows of a token, and the token's rank adds up the sums of the nodes.
+    """
+
+    _suffix, _rows_phase, _waits_when_full = "_nodes", "kPhaseNodeRows", True
+    _network: NetworkMemory
+
+    def __init__(self, runtime: CudaRuntime, nodes: NodesLayout, copy_when_full: bool) -> None:
+        num_nodes = runtime.config.num_nodes
+        unavailable = (
+            f"this Buffer has {num_nodes} nodes; expected at most {MAX_NODES} for dispatch and combine. Use the low-latency calls, or "
+            f"fewer nodes"
+        )
+        super().__init__(runtime, copy_when_full, "" if num_nodes <= MAX_NODES else unavailable)
+        assert runtime.network is not None
+        self._nodes, self._network = nodes, runtime.network
+        self._choice_sums = NodeChoiceSums(runtime, self.results)
+
+    def add_up_choices(
+        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
+    ) -> Callable[[], Views]:
+        """Launch a combine for each choice; see `NodeChoiceSums`."""
+        self.check_support()
+        return self._choice_sums.add_up(inputs, by_token, tables, call, self._launch_choice)
+
+    def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
+        """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceilings`."""
+        self.check_support()
+        runtime, config = self._runtime, self._config
+        met = agree_on_measurement(runtime.comm, config.timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)
+        met.release()
+        num_bytes = min(iterations * num_rows * row_bytes * (config.num_ranks - config.node_size), _MAX_MEASURED_BYTES)
+        return {"puts to other nodes": far_bandwidth(runtime, num_bytes, self.num_sms)}
+
+    def far_latency(self) -> float:
+        """Measure the seconds that a word takes to another node. Collective."""
+        self.check_support()
+        return far_latency(self._runtime)
+
+    def _launch_choice(
+        self, inputs: CombineInputs, num_rows: int, params: dict[str, int], choice: Mapping[str, int], stream: int
+    ) -> None:
+        signature = inputs.signature._replace(alignment_or_step=choice["choice"] + 1)
+        launch = self._finish_sums(params, inputs, num_rows, signature, choice)
+        self._network.wake()
+        launch(stream, self.num_sms, params)
+
+    def _add_dispatch_params(
+        self, params: dict[str, int], sizes: tuple[int, int, int, bool], is_new: bool, needs_counts: bool
+    ) -> None:
+        chunk = self._nodes.chunk(*sizes)
+        params["refuses_more"], params["repeats"] = needs_counts, not is_new
+        params["chunk_tokens"] = chunk.num_tokens
+        for name in ("topk_idx", "weights", "scales", "rows"):
+            params[f"chunk_{name}"] = chunk.offsets[name]
+
+    def _add_combine_params(
+        self,
+        params: dict[str, int],
+        row_bytes: int,
+        sent_bytes: int,
+        capacity: int,
+        signature: int,
+        choice: Mapping[str, int],
+    ) -> None:
+        base = self._runtime.memory.ptr
+        staging = {name: self._landing + at for name, at in self._nodes.staging(row_bytes).offsets.items()}
+        chunk = self._nodes.chunk(sent_bytes, 0, 0, params["topk_weights"] != 0)
+        params.update(
+            exposed_offset=staging["exposed"],
+            exposed_weights_offset=staging["exposed_weights"],
+            sums=base + staging["sums"],
+            sum_weights=base + staging["sum_weights"],
+            capacity=capacity,
+            call_signature=signature,
+            chunk_tokens=chunk.num_tokens,
+            chunk_weights=chunk.offsets["weights"],
+            chunk_rows=chunk.offsets["rows"],
+            **choice,
+        )

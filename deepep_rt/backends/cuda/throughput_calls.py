@@ -12,8 +12,8 @@ from .expert_rows import ExpertRows
 from .fp8_rows import Fp8Rows
 from .monitor import whole_call
 from .prepared_throughput import PreparedThroughput
-from .row_mover import RowMover
 from .runtime import CudaRuntime
+from .throughput import RowMover
 
 
 class ThroughputCalls:

@@ -14,8 +14,8 @@ from ...config import COMBINE_DTYPES
 from ...cuda import driver
 from ...jit.launch import PreparedLaunch
 from ..base import Call, CombineInputs, DispatchInputs
-from .row_mover import RowMover
 from .runtime import CudaRuntime
+from .throughput import RowMover
 
 _SEED = 29
 _RANDOM_BYTES = 1 << 20
@@ -82,9 +82,10 @@ class TuningInputs:
         arrays: tuple[View | None, ...]
         if call == "dispatch":
             arrays = self._x, None, None, self._scales
-            place = self._runtime.regions.offsets["landing"], self._parts.offsets, self._handle.num_recv_rows, self._counts.ptr
+            place = self._runtime.regions.offsets["landing"], self._parts.offsets, self._handle.num_recv_rows
             signature = DispatchInputs(self._x, None, None, self._scales, self._handle, None, 1).signature
-            launcher, params = self._mover.dispatch_launch(signature, arrays, self._handle.routing.ptr, *place)
+            tables, counts = self._handle.routing.ptr, self._counts.ptr
+            launcher, params = self._mover.dispatch_launch(signature, arrays, tables, counts, *place)
         else:
             assert self._y is not None
             inputs = CombineInputs(self._y, self._handle, None, ())
