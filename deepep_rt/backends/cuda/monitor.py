@@ -7,8 +7,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ...comm.communicator import Communicator
@@ -180,10 +179,9 @@ class Monitor:
                     )
         return counts
 
-    @contextmanager
     def call_half(
         self, interrupted: str = "a low-latency call was interrupted between its halves", phase: str = "kPhaseLlRows"
-    ) -> Iterator[None]:
+    ) -> _CallHalf:
         """Enter around the launch of one half of a call. An exception inside (Ctrl-C) breaks the Buffer, and the other ranks hear of it.
 
         Otherwise other ranks would match the halves of later calls with this one.
@@ -192,13 +190,13 @@ class Monitor:
             interrupted: The message of the error that later calls raise.
             phase: Its phase.
         """
-        try:
-            yield
-        except BaseException as error:
-            if self._error is None:
-                self._error = self._timeout_error(phase, interrupted)
-                self.failure_notice.notify(error)
-            raise
+        return _CallHalf(self, interrupted, phase)
+
+    def interrupt(self, error: BaseException, interrupted: str, phase: str) -> None:
+        """Break the Buffer because an exception has ended a half of a call, and let the other ranks hear of it; see `call_half`."""
+        if self._error is None:
+            self._error = self._timeout_error(phase, interrupted)
+            self.failure_notice.notify(error)
 
     def break_after(self, error: BaseException, phase: str) -> None:
         """Break the Buffer because an exception of the program has ended a call in the middle; see `whole_call`."""
@@ -210,6 +208,22 @@ class Monitor:
 
     def _timeout_error(self, phase: str, message: str) -> EPTimeoutError:
         return EPTimeoutError(message, rank=self._rank, peer=self._rank, phase=structs.PHASES[phase][1])
+
+
+class _CallHalf:
+    """See `Monitor.call_half`. A class: a generator would take longer to enter in each call."""
+
+    __slots__ = ("_interrupted", "_monitor", "_phase")
+
+    def __init__(self, monitor: Monitor, interrupted: str, phase: str) -> None:
+        self._monitor, self._interrupted, self._phase = monitor, interrupted, phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._monitor.interrupt(error, self._interrupted, self._phase)
 
 
 class _StartedKernelLimit:
