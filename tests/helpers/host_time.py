@@ -167,8 +167,18 @@ def measure() -> None:
     measure_throughput(buffer, x, idx)
 
 
+def let_counts_arrive_at_once() -> None:
+    """Let the status page have the counts of a routing before its kernel is launched."""
+    from deepep_rt.backends.cuda.status_page import StatusPage
+
+    def expect_counts(page: StatusPage) -> None:
+        page.counted.value = page.started.value = 1
+
+    StatusPage.expect_counts = expect_counts  # type: ignore[method-assign]
+
+
 def measure_throughput(buffer: Any, x: Any, idx: Any) -> None:
-    """Measure dispatches with a handle and their combines."""
+    """Measure dispatches and combines."""
     import torch
 
     handle = buffer.dispatch(x, idx, num_worst_tokens=40).handle
@@ -181,11 +191,16 @@ def measure_throughput(buffer: Any, x: Any, idx: Any) -> None:
     def combine() -> None:
         held[0] = buffer.combine(y, handle)
 
+    def dispatch_anew() -> None:
+        held[0] = buffer.dispatch(x, idx)
+
     def prepare() -> None:
         held[0] = buffer.prepare_throughput(x, handle, y=y)
 
     in_turns = itertools.cycle([y, other])
     report("throughput dispatch with a handle", dispatch)
+    let_counts_arrive_at_once()
+    report("throughput dispatch with a new routing", dispatch_anew)
     report("throughput combine", combine)
     report("preparation of both", prepare)
     held[0] = None

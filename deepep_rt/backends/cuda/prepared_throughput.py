@@ -6,6 +6,7 @@ import functools
 from dataclasses import replace
 
 from ...arrays.view import HOST, Framework, View
+from ...comm.call_signature import pack
 from ...errors import EPInputError
 from ...results import CombineResult, DispatchResult, Event
 from ..base import Call, ThroughputPreparation
@@ -13,7 +14,7 @@ from .monitor import whole_call
 from .repeated_call import RepeatedCall, check_stream
 from .result_views import combine_views, dispatch_views
 from .runtime import CudaRuntime
-from .throughput import RowMover
+from .throughput import RowMover, receive_window
 
 
 class PreparedThroughput:
@@ -62,8 +63,8 @@ class PreparedThroughput:
         def make_sent(event: Event, stream: int) -> DispatchResult:
             return DispatchResult(handle, event, make_views(stream=stream))
 
-        place = results.offset_of(rows), parts.offsets, num_rows
-        launcher, params = by_token.dispatch_launch(given.signature, arrays, tables.ptr, counts.ptr, *place)
+        window = receive_window(results.offset_of(rows), parts.offsets, num_rows)
+        launcher, params = by_token.dispatch_launch(pack(given.signature), arrays, tables.ptr, counts.ptr, window)
         self._dispatch: RepeatedCall[DispatchResult] = RepeatedCall(
             runtime, new_call(), preparation.stream, (rows, counts, tables)
         )

@@ -26,19 +26,27 @@ from .result_memory import Reservation, ResultMemory
 from .result_views import OnLaunch, arriving_rows, combine_views, dispatch_views
 from .runtime import CudaRuntime, address_of
 
-_PUBLISHED = (
-    "recv_x_offset",
-    "recv_scales_offset",
-    "recv_topk_idx_offset",
-    "recv_topk_weights_offset",
-    "recv_src_idx_offset",
-    "capacity",
-    "call_signature",
-)
-"""Params of a dispatch on one node that its routing tells the peers."""
 _ALL_CHOICES = {"choice": -1, "expert_offsets": 0, "expert_ends": 0}
 """The last Params of combine_nodes for rows that are sums over all choices."""
 _MAX_MEASURED_BYTES = 1 << 30
+
+
+def receive_window(offset: int, parts: Mapping[str, int], capacity: int) -> dict[str, int]:
+    """Return where the rows of a dispatch arrive, as members of Params.
+
+    Args:
+        offset: Of the result in symmetric memory.
+        parts: Offsets in the result.
+        capacity: Rows that fit.
+    """
+    return {
+        "recv_x_offset": offset + parts["x"],
+        "recv_scales_offset": offset + parts["scales"],
+        "recv_topk_idx_offset": offset + parts["topk_idx"],
+        "recv_topk_weights_offset": offset + parts["topk_weights"],
+        "recv_src_idx_offset": offset + parts["src_idx"],
+        "capacity": capacity,
+    }
 
 
 class RowMover:
@@ -137,19 +145,17 @@ class RowMover:
         else:
             counts_owner = self.counts.acquire(stream, call.caller_stream, call.capture, call.follows)
             counts = counts_owner.ptr
-        num_recv, has_room = None, True
-        params: dict[str, Any] = {}
-        of_call = inputs.signature, arrays, tables.ptr, counts
-        if reserved is not None:
-            launch, params = self.dispatch_launch(*of_call, reserved.offset, parts.offsets, capacity, known is None, needs_counts)
+        num_recv, has_room, signature = None, True, pack(inputs.signature)
+        window = {} if reserved is None else receive_window(reserved.offset, parts.offsets, capacity)
         with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", self._rows_phase):
             if known is None:
-                self._launch_route(inputs, idx, tables.ptr, params, needs_counts, stream)
+                self._launch_route(inputs, idx, tables.ptr, window, signature, needs_counts, stream)
             if reserved is None:
                 self._order.record_end(call, (*arrays, inputs.topk_idx), (tables,), inputs.topk_idx)  # an error may end the wait
                 num_recv, counts_list = self._monitor.await_counts()
                 capacity, parts, reserved, has_room = self._reserve_arrived(num_recv, sizes, call, reader)
-                launch, params = self.dispatch_launch(*of_call, reserved.offset, parts.offsets, capacity, True, True)
+                window = receive_window(reserved.offset, parts.offsets, capacity)
+            launch, params = self.dispatch_launch(signature, arrays, tables.ptr, counts, window, known is None, needs_counts)
             if self._network is not None:
                 self._network.wake()
             launch(stream, self.num_sms, params)
@@ -186,9 +192,16 @@ class RowMover:
             return 0, self._layout.result(0, *sizes), self.results.no_rows(), False
 
     def _launch_route(
-        self, inputs: DispatchInputs, idx: View, tables: int, dispatch: Mapping[str, int], needs_counts: bool, stream: int
+        self,
+        inputs: DispatchInputs,
+        idx: View,
+        tables: int,
+        window: Mapping[str, int],
+        signature: int,
+        needs_counts: bool,
+        stream: int,
     ) -> None:
-        """Launch the routing. `dispatch` has the Params of its dispatch, if they are known yet."""
+        """Launch the routing, as early as possible: the GPU may have nothing else to do. `window` is empty if it is not known yet."""
         if needs_counts:
             self._runtime.page.expect_counts()
         if self._network is not None:
@@ -206,32 +219,28 @@ class RowMover:
                 "expert_alignment": inputs.expert_alignment,
                 "check": self._config.check_inputs,
                 "to_host": needs_counts,
-                **self._route_params(dispatch),
+                **self._route_params(window, signature),
             },
         )
 
     def dispatch_launch(
         self,
-        signature: Signature,
+        signature: int,
         arrays: Sequence[Any],
         tables: int,
         counts: int,
-        offset: int,
-        parts: Mapping[str, int],
-        capacity: int,
+        window: Mapping[str, int],
         is_new: bool = False,
         needs_counts: bool = False,
     ) -> tuple[Launcher, dict[str, Any]]:
         """Return the dispatch kernel and its Params.
 
         Args:
-            signature: Of the call.
+            signature: Of the call, packed.
             arrays: x, topk_idx, topk_weights and scales on the GPU.
             tables: Address of the handle's tables.
             counts: Address of the caller's counts.
-            offset: Of the result in symmetric memory.
-            parts: Offsets in the result.
-            capacity: Rows that fit.
+            window: See `receive_window`.
             is_new: The call launches its routing before.
             needs_counts: The host waits for the counts.
         """
@@ -249,19 +258,14 @@ class RowMover:
             "topk_idx": address_of(idx),
             "topk_weights": address_of(weights),
             "handle": tables,
-            "recv_x_offset": offset + parts["x"],
-            "recv_scales_offset": offset + parts["scales"],
-            "recv_topk_idx_offset": offset + parts["topk_idx"],
-            "recv_topk_weights_offset": offset + parts["topk_weights"],
-            "recv_src_idx_offset": offset + parts["src_idx"],
-            "capacity": capacity,
+            **window,
             "num_recv": counts + self._counts_offsets["num_recv"],
             "num_recv_per_expert": counts + self._counts_offsets["num_recv_per_expert"],
             "scale_bytes": scale_bytes,
             "idx_bytes": idx_bytes,
         }
         self._add_dispatch_params(params, sizes, is_new, needs_counts)
-        params["call_signature"] = pack(signature)
+        params["call_signature"] = signature
         return self._runtime.launcher(self._dispatch_kernel), params
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
@@ -348,8 +352,8 @@ class RowMover:
         """Measure how fast rows and copies reach the other ranks; see `Buffer.copy_ceilings`."""
         raise NotImplementedError
 
-    def _route_params(self, dispatch: Mapping[str, int]) -> dict[str, int]:
-        """Return the last Params of the routing."""
+    def _route_params(self, window: Mapping[str, int], signature: int) -> dict[str, int]:
+        """Return the last Params of the routing: those of its dispatch that it tells the peers."""
         return {}
 
     def _add_dispatch_params(
@@ -404,8 +408,8 @@ class Throughput(RowMover):
         self.check_support()
         return copy_ceilings(self._runtime, self.num_sms, row_bytes, num_rows, iterations)
 
-    def _route_params(self, dispatch: Mapping[str, int]) -> dict[str, int]:
-        return {name: dispatch[name] for name in _PUBLISHED}
+    def _route_params(self, window: Mapping[str, int], signature: int) -> dict[str, int]:
+        return {**window, "call_signature": signature}
 
     def _add_dispatch_params(
         self, params: dict[str, int], sizes: tuple[int, int, int, bool], is_new: bool, needs_counts: bool

@@ -10,12 +10,13 @@ import numpy as np
 from ...arrays.dtypes import DTYPES, FP8_GROUP
 from ...arrays.frameworks import VIEWS
 from ...arrays.view import View
+from ...comm.call_signature import pack
 from ...config import COMBINE_DTYPES
 from ...cuda import driver
 from ...jit.launch import PreparedLaunch
 from ..base import Call, CombineInputs, DispatchInputs
 from .runtime import CudaRuntime
-from .throughput import RowMover
+from .throughput import RowMover, receive_window
 
 _SEED = 29
 _RANDOM_BYTES = 1 << 20
@@ -82,10 +83,11 @@ class TuningInputs:
         arrays: tuple[View | None, ...]
         if call == "dispatch":
             arrays = self._x, None, None, self._scales
-            place = self._runtime.regions.offsets["landing"], self._parts.offsets, self._handle.num_recv_rows
+            landing = self._runtime.regions.offsets["landing"]
+            window = receive_window(landing, self._parts.offsets, self._handle.num_recv_rows)
             signature = DispatchInputs(self._x, None, None, self._scales, self._handle, None, 1).signature
             tables, counts = self._handle.routing.ptr, self._counts.ptr
-            launcher, params = self._mover.dispatch_launch(signature, arrays, tables, counts, *place)
+            launcher, params = self._mover.dispatch_launch(pack(signature), arrays, tables, counts, window)
         else:
             assert self._y is not None
             inputs = CombineInputs(self._y, self._handle, None, ())
