@@ -1,6 +1,6 @@
 """Memory of results: blocks of a range. An allocation lives as long as the arrays made of it.
 
-Memory that a capture has acquired serves captures only, as long as one of their graphs can be replayed: a replay writes there at any time.
+Memory that a capture has acquired serves captures only: a replay of its graph writes there at any time.
 
 Finalizers release memory. They may run inside any method of this module, and in any thread, so they only append to a deque.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from .._finalizers import finalize
 from ..kernels.regions import align_up
 from . import driver
-from .captured_graph import CapturedGraph, CapturedGraphs
+from .captured_graph import CapturedGraph
 from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker, is_only_on, unfinished
 
 
@@ -65,7 +65,6 @@ class Pool:
         self._used: list[tuple[Extent, PendingWork]] = []  # free memory that was used before, oldest first, without overlap
         self._released: deque[tuple[Extent, PendingWork]] = deque()
         self._tracker = StreamTracker()
-        self._graphs = CapturedGraphs()
         self._captured: Pool | None = None  # the memory of captures
 
     def allocate(
@@ -82,25 +81,11 @@ class Pool:
         num_bytes = align_up(max(num_bytes, 1))
         if graph is not None:
             return self._allocate_in_capture(num_bytes, stream, reader, graph)
-        block = self._allocate(num_bytes, stream, reader)
-        if block is None and self._take_back():
-            block = self._allocate(num_bytes, stream, reader)
-        return block
-
-    def _take_back(self) -> bool:
-        """Take the memory of captures, if none can be replayed. Return whether there was any."""
-        captured = self._captured
-        if captured is None or self._graphs.can_replay():
-            return False
-        captured._merge_released()
-        taken, captured._free, captured._used = captured._used, [], []
-        self._released.extend(taken)
-        return bool(taken)
+        return self._allocate(num_bytes, stream, reader)
 
     def _allocate_in_capture(self, num_bytes: int, stream: int, reader: int | None, graph: CapturedGraph) -> Block | None:
         if self._captured is None:
             self._captured = Pool(self.base, 0, self._cell)
-        self._graphs.add(graph)
         block = self._captured._allocate(num_bytes, stream, reader) or self._allocate(num_bytes, stream, reader)
         if block is not None:
             block._pool = self._captured

@@ -10,7 +10,7 @@ from typing import Any
 from .._finalizers import finalize
 from ..errors import EPOutOfMemoryError
 from . import driver
-from .captured_graph import CapturedGraph, CapturedGraphs
+from .captured_graph import CapturedGraph
 from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker, is_done, is_only_on, with_events
 
 
@@ -31,7 +31,6 @@ class Slots:
         self._free: deque[tuple[int, PendingWork]] = deque((ptr, ()) for ptr in self._memory)
         self._most_held = self._num_usual = count  # slots that the program has held at once, and slots that captures do not have
         self._tracker = StreamTracker()
-        self._graphs = CapturedGraphs()
         self._captured: Slots | None = None  # the slots of captures
 
     def acquire(
@@ -54,7 +53,6 @@ class Slots:
             self._free.append(last)
             ptr, pending = self._choose(stream, follows)
         else:
-            self._take_back()
             ptr, pending = self._free.popleft() if self._free else self._grow()
             self._most_held = max(self._most_held, self._num_usual - len(self._free))
         return Slot(self, ptr, self._tracker.order_after(pending, stream), stream, reader)
@@ -84,7 +82,6 @@ class Slots:
     def _acquire_in_capture(self, stream: int, reader: int | None, graph: CapturedGraph) -> Slot:
         if self._captured is None:
             self._captured = Slots(self._num_bytes, 0)
-        self._graphs.add(graph)
         captured = self._captured
         free = captured._free or self._free
         if free is self._free:
@@ -96,12 +93,6 @@ class Slots:
         slot = Slot(captured, ptr, self._tracker.order_after(pending, stream), stream, reader)
         slot.acquired_in(graph)
         return slot
-
-    def _take_back(self) -> None:
-        """Take the slots of captures, if none can be replayed."""
-        while self._captured is not None and self._captured._free and not self._graphs.can_replay():
-            self._free.append(self._captured._free.popleft())
-            self._num_usual += 1
 
     def release(self, ptr: int, pending: PendingWork, streams: Streams) -> None:
         """Take back a slot that `streams` used, with the work that was pending before them."""

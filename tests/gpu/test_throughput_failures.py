@@ -102,7 +102,9 @@ def test_an_interruption_between_the_windows_of_a_combine(comm, monkeypatch):
         monkeypatch.setattr(launcher, "launch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             combine()
-    with pytest.raises(EPTimeoutError, match="interrupted between its windows" if comm.Get_rank() == 0 else "rank 0 left the Buffer"):
+    with pytest.raises(
+        EPTimeoutError, match="interrupted between its windows" if comm.Get_rank() == 0 else "rank 0 left the Buffer"
+    ):
         combine()
     gpu.destroy()
     comm.Barrier()

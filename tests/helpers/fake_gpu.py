@@ -68,6 +68,7 @@ class FakeGpu:
         self.constants: dict[int, Any] = {}
         self.has_memory = True  # for more slots
         self.has_graphs = True  # whether captured graphs can be replayed
+        self.num_graph_ends = 0  # graphs that shall tell their end
         self.on_launch: Any = lambda call: None
         self._addresses = itertools.count(1 << 30, 1 << 32)
         self._pinned: list[Any] = []
@@ -233,7 +234,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         monkeypatch.setattr(driver, name, recorded(name, answer))
 
     class GraphEnd:
-        def __init__(self, stream: int) -> None: ...
+        def __init__(self, stream: int) -> None:
+            fake.num_graph_ends += 1
+
         def has_come(self) -> bool:
             return not fake.has_graphs
 

@@ -9,7 +9,7 @@ import pytest
 
 from deepep_rt import EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.arrays.view import Framework, View
-from deepep_rt.cuda import captured_graph, driver, stream_tracking
+from deepep_rt.cuda import driver, stream_tracking
 from deepep_rt.cuda.slots import Slots
 
 DEVICE = 3
@@ -24,7 +24,6 @@ class FakeDriver:
         self.capturing: set[int] = set()
         self.captures: dict[int, int] = {}  # stream -> number of its capture, if it is not 5
         self.ended: set[int] = set()  # streams whose work is done
-        self.ended_graphs: set[int] = set()  # numbers of captures whose graphs cannot be replayed any more
         self.destroyed: set[int] = set()
         self.num_events = 0
         self.num_allocations = 0
@@ -53,15 +52,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         def __enter__(self) -> None: ...
         def __exit__(self, *_: object) -> None: ...
 
-    class GraphEnd:
-        def __init__(self, stream: int) -> None:
-            self.graph = fake.captures.get(stream, 5)
-
-        def has_come(self) -> bool:
-            return self.graph in fake.ended_graphs
-
     monkeypatch.setattr(driver, "CudaEvent", Event)
-    monkeypatch.setattr(captured_graph, "GraphEnd", GraphEnd)
     monkeypatch.setattr(driver, "CurrentContext", Context)
     monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in fake.capturing)
     monkeypatch.setattr(driver, "capture_id", lambda stream: fake.captures.get(stream, 5) if stream in fake.capturing else None)

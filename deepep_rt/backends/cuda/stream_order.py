@@ -75,7 +75,7 @@ class CallOrder:
         self.own_stream = driver.acquire_stream()
         self._last_call = _LastCall(self.own_stream)
         self._capture: CapturedGraph | None = None  # the last one that had calls
-        self._graphs: list[CapturedGraph] = []  # that may be replayed
+        self._graphs: list[CapturedGraph] = []  # that hold memory
         self.has_captured = False
         self._newest_stream: int | None = None  # of the last call, captured or not
         self._per_thread_user: int | None = None  # the thread with calls on its per-thread default stream
@@ -145,7 +145,7 @@ class CallOrder:
             driver.wait_stream(stream, call.caller_stream)
             call.follows = call.caller_stream
         number = driver.capture_id(stream)  # these waits may have made the stream a part of the caller's capture
-        call.capture = None if number is None else self._capture_of(number, stream)
+        call.capture = None if number is None else self._capture_of(number)
         if call.capture is not None:
             if call.capture.end is not None:
                 driver.wait_event(stream, call.capture.end.handle)
@@ -153,12 +153,11 @@ class CallOrder:
             end = self._last_call.end()  # the event has to exist until the wait is queued
             driver.wait_event(stream, end.handle)
 
-    def _capture_of(self, number: int, stream: int) -> CapturedGraph:
+    def _capture_of(self, number: int) -> CapturedGraph:
         """Return the graph of a capture. The arguments of the capture before are dropped: it has ended."""
         if self._capture is None or self._capture.number != number:
             self.drop_ended_graphs()
-            self._capture, self.has_captured = CapturedGraph(number, stream), True
-            self._graphs.append(self._capture)
+            self._capture, self.has_captured = CapturedGraph(number), True
         return self._capture
 
     def drop_ended_graphs(self) -> None:
@@ -202,7 +201,8 @@ class CallOrder:
             if held is not None:
                 capture.arguments.append((held, own))  # no wait orders reuse after readers in a parallel branch
             for allocation in own:
-                capture.hold(allocation)
+                if capture.hold(allocation, stream) and capture not in self._graphs:
+                    self._graphs.append(capture)
             return
         while self._arguments and self._arguments[0][0].done():
             self._arguments.popleft()

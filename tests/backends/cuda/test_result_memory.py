@@ -130,7 +130,7 @@ def test_sums_use_their_own_pool_and_then_other_memory(gpu: Gpu) -> None:
 def test_sums_of_a_capture_also_use_the_pool_of_results(gpu: Gpu) -> None:
     """A capture cannot allocate."""
     memory, gpu.capturing = gpu.memory(), STREAM
-    graph = CapturedGraph(5, STREAM)
+    graph = CapturedGraph(5)
     held: list[Any] = [memory.allocate_sums(2048, call(graph)) for _ in range(3)]
     assert [place_and_streams(block) for block in held] == [(place, (STREAM, CALLERS)) for place in (SUMS, POOL, POOL + 2048)]
     full = r"the pool is full \(0 MB free\), and a captured CUDA graph cannot allocate; expected room in the pool\. Drop earlier results"
