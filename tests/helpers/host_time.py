@@ -169,7 +169,7 @@ def measure() -> None:
 
 def let_counts_arrive_at_once() -> None:
     """Let the status page have the counts of a routing before its kernel is launched."""
-    from deepep_rt.backends.cuda.status_page import StatusPage
+    from deepep_rt.backends.cuda.monitor import StatusPage
 
     def expect_counts(page: StatusPage) -> None:
         page.counted.value = page.started.value = 1

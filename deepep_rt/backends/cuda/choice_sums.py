@@ -7,8 +7,7 @@ from collections.abc import Callable
 from ...comm.call_signature import pack
 from ...results import DispatchHandle, Views
 from ..base import Call, CombineInputs
-from .result_memory import ResultMemory
-from .result_views import combine_views
+from .result_memory import ResultMemory, combine_views
 from .runtime import CudaRuntime, address_of
 
 

@@ -18,8 +18,7 @@ from ...kernels.regions import Map, align_up, arrange
 from ...kernels.tuning import CHOICES_PER_BLOCK, MAX_POSITION_BLOCKS, TAIL_ROWS
 from ...results import DispatchHandle, Views
 from ..base import SCALE_COLUMN_ALIGNMENT, Call, CombineInputs, DispatchInputs
-from .call_memory import CallMemory
-from .result_views import ArrivingRows
+from .result_memory import ArrivingRows, CallMemory
 from .runtime import CudaRuntime, address_of
 from .throughput import RowMover
 

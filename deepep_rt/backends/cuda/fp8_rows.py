@@ -12,7 +12,7 @@ from ...jit.launch import launch_local
 from ...kernels.regions import arrange
 from ...kernels.tuning import has_fp8
 from ..base import Call, DispatchInputs
-from .call_memory import CallMemory
+from .result_memory import CallMemory
 from .runtime import CudaRuntime
 
 _THREADS, _THREADS_PER_GROUP = 256, 8  # of fp8_encode

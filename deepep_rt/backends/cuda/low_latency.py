@@ -20,8 +20,7 @@ from ..hooks import Hook, HookQueue, Hooks, check_hook_called
 from .low_latency_kernels import LowLatencyKernels
 from .monitor import whole_call
 from .prepared_low_latency import PreparedLowLatency
-from .runtime import CudaRuntime
-from .transfer import to_host
+from .runtime import CudaRuntime, to_host
 
 _log = logging.getLogger("deepep_rt")
 

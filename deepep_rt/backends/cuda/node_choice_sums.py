@@ -9,9 +9,7 @@ from ...jit.launch import launch_local, load_local
 from ...kernels.regions import arrange
 from ...results import DispatchHandle, Views
 from ..base import Call, CombineInputs
-from .call_memory import CallMemory
-from .result_memory import ResultMemory
-from .result_views import combine_views
+from .result_memory import CallMemory, ResultMemory, combine_views
 from .runtime import CudaRuntime, address_of
 
 LaunchChoice = Callable[[CombineInputs, int, dict[str, int], dict[str, int], int], None]

@@ -12,7 +12,7 @@ from ...results import CombineResult, DispatchResult, Event
 from ..base import Call, ThroughputPreparation
 from .monitor import whole_call
 from .repeated_call import RepeatedCall, check_stream
-from .result_views import combine_views, dispatch_views
+from .result_memory import combine_views, dispatch_views
 from .runtime import CudaRuntime
 from .throughput import RowMover, receive_window
 

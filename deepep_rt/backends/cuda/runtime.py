@@ -7,8 +7,10 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+from ...arrays.host_memory import Result
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
 from ...config import STAGE_BYTES
@@ -16,7 +18,7 @@ from ...cuda import driver
 from ...cuda.slots import Slots
 from ...cuda.stream_tracking import StreamPool
 from ...cuda.transport import SymmetricMemory
-from ...errors import EPDestroyedError
+from ...errors import EPDestroyedError, EPInputError, EPOutOfMemoryError
 from ...jit import build, launch
 from ...jit.build import build_together
 from ...jit.launch import Launcher
@@ -29,11 +31,61 @@ from ...tuned import CALLS, CopyShape
 from ..base import BufferInfo
 from ..call_lock import CallLock
 from ..purposes import Purposes
-from .monitor import Monitor
+from .monitor import Monitor, StatusPage
 from .network_memory import NetworkMemory
-from .status_page import StatusPage
 from .stream_order import CallOrder
-from .transfer import to_device, to_host
+
+
+def to_device(device: int, stream: int, pool: StreamPool, *views: View | None) -> list[View | None]:
+    """Return the same arrays in GPU memory; copy those that lie in host memory.
+
+    Raises:
+        EPInputError: if a CUDA graph captures the stream.
+    """
+    staged = []
+    for view in views:
+        if view is not None and view.device == HOST:
+            if driver.is_capturing(stream):
+                raise EPInputError(
+                    "an array is in host memory, and each replay of the CUDA graph would read it again; expected arrays on the GPU in a "
+                    "capture. Copy the array to the GPU before"
+                )
+            memory = pool.allocate(view.nbytes, stream)
+            driver.copy_async(memory.ptr, view.ptr, view.nbytes, stream)
+            view = replace(view, ptr=memory.ptr, device=device, owner=(memory, view.owner))
+        staged.append(view)
+    return staged
+
+
+def to_host(views: Views, stream: int, given: View | None = None) -> Views:
+    """Copy results to host memory, and wait on the host for the copies.
+
+    Args:
+        views: The results.
+        stream: The stream of the call.
+        given: An array of the caller that is a result; it is not copied.
+
+    Raises:
+        EPOutOfMemoryError: if the host has too little memory. The call was made.
+    """
+    copied: Views = {}
+    for name, view in views.items():
+        if view is not None and view is not given:
+            try:
+                copy = Result(view.shape, view.dtype)
+            except MemoryError as error:
+                memory_error = EPOutOfMemoryError(
+                    f"host memory does not suffice for {name} {list(view.shape)} ({error}); expected room for the results of a call with "
+                    f"arrays in host memory. Pass arrays on the GPU, or fewer tokens."
+                )
+                memory_error.call_made = True
+                raise memory_error from error
+            driver.copy_async(copy.ptr, view.ptr, view.nbytes, stream)
+            view = copy.view(view.framework)
+        copied[name] = view
+    driver.synchronize(stream)
+    return copied
+
 
 _EMPTY = 256  # the address that stands for an array without elements; no kernel reads it
 

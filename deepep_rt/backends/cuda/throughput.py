@@ -18,12 +18,10 @@ from ...results import DispatchHandle, Views
 from ..base import Call, CombineInputs, DispatchInputs
 from ..overflow import too_many_rows
 from .choice_sums import ChoiceSums
-from .copy_ceilings import copy_ceilings
-from .link_rates import far_bandwidth, far_latency
+from .link_rates import copy_ceilings, far_bandwidth, far_latency
 from .network_memory import NetworkMemory
 from .node_choice_sums import NodeChoiceSums
-from .result_memory import Reservation, ResultMemory
-from .result_views import OnLaunch, arriving_rows, combine_views, dispatch_views
+from .result_memory import OnLaunch, Reservation, ResultMemory, arriving_rows, combine_views, dispatch_views
 from .runtime import CudaRuntime, address_of
 
 _ALL_CHOICES = {"choice": -1, "expert_offsets": 0, "expert_ends": 0}

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from ...arrays.view import HOST
 from ...results import CombineResult, DispatchResult
 from ..base import Call, CombineInputs, DispatchInputs, ThroughputPreparation
-from .call_memory import CallMemory
 from .expert_rows import ExpertRows
 from .fp8_rows import Fp8Rows
 from .monitor import whole_call
 from .prepared_throughput import PreparedThroughput
+from .result_memory import CallMemory
 from .runtime import CudaRuntime
 from .throughput import RowMover
 

@@ -251,7 +251,7 @@ def test_too_little_host_memory_for_results(fake: FakeGpu, make: Any, monkeypatc
 
     with make(dtype="float32") as buffer:
         with monkeypatch.context() as full:
-            full.setattr("deepep_rt.backends.cuda.transfer.Result", fail)
+            full.setattr("deepep_rt.backends.cuda.runtime.Result", fail)
             with pytest.raises(EPOutOfMemoryError, match=r"7 TiB.*; expected room.*Pass arrays on the GPU") as caught:
                 buffer.dispatch(np.ones((10, 256), np.float32), np.zeros((10, 4), np.int32), num_worst_tokens=40)
         assert caught.value.call_made
