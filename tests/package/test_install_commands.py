@@ -17,7 +17,7 @@ def test_nothing_installs_the_package_from_an_index() -> None:
     folders = ("deepep_rt", "bench", "examples", "docs", "tests/helpers")
     files = [*ROOT.glob("*.md"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
     texts = {path: path.read_text() for path in files if path.suffix in (".py", ".md")}
-    assert len(texts) > 300
+    assert len(texts) > 200
     assert not [path for path, text in texts.items() if re.search(r"deepep_rt\[\w", text)]
 
 

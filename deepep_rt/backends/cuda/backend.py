@@ -35,14 +35,16 @@ from ..call_lock import CallLock
 from ..hooks import OrdinaryLowLatency, OrdinaryThroughput
 from ..path_choice import AgreedPath, Measure, agree_on_path, describe, usual_rates
 from .autotune import autotune
+from .expert_rows import ExpertRows
+from .fp8_rows import Fp8Rows
 from .handle_tables import CudaHandleTables
 from .link_rates import measure_links
 from .low_latency import LowLatency
 from .monitor import whole_call
+from .result_memory import CallMemory
 from .runtime import CudaRuntime
 from .statistics import GpuStatistics
-from .throughput import NodesThroughput, Throughput
-from .throughput_calls import ThroughputCalls
+from .throughput import NodesThroughput, Throughput, ThroughputCalls
 
 _ALLOCATOR: SymmetricAllocator = nvshmem
 _TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
@@ -143,7 +145,9 @@ class CudaBackend:
                 self._release()
             raise
         # A method that only passes a call on would add to the host's time of each call.
-        self._calls = ThroughputCalls(self.runtime, self.throughput, archs)
+        memory = CallMemory(self.runtime)
+        by_expert = ExpertRows(self.runtime, self.throughput, memory)
+        self._calls = ThroughputCalls(self.runtime, self.throughput, by_expert, Fp8Rows(self.runtime, memory, archs))
         self.dispatch, self.combine = self._calls.dispatch, self._calls.combine
         self.low_latency_dispatch, self.low_latency_combine = self.low_latency.dispatch, self.low_latency.combine
         self.low_latency_combine_view = self.low_latency.combine_view

@@ -1,12 +1,17 @@
-"""The throughput calls of the CUDA backend with rows by token: dispatch and combine, on one node and over several."""
+"""The throughput calls of the CUDA backend: dispatch and combine of rows by token, on one node and over several.
+
+`ThroughputCalls` chooses the layout of the rows. In `PreparedThroughput`, memory, parameters and results are bound once.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 from ...arrays.compressed_rows import compressed_row_bytes
-from ...arrays.view import View
+from ...arrays.view import HOST, Framework, View
 from ...comm.call_signature import Signature, pack
 from ...comm.consensus import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
@@ -14,13 +19,14 @@ from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit.launch import Launcher
 from ...kernels.nodes_layout import NodesLayout
 from ...kernels.regions import Map
-from ...results import DispatchHandle, Views
-from ..base import Call, CombineInputs, DispatchInputs
+from ...results import CombineResult, DispatchHandle, DispatchResult, Event, Views
+from ..base import Call, CombineInputs, DispatchInputs, ThroughputPreparation
 from ..overflow import too_many_rows
-from .choice_sums import ChoiceSums
+from .fp8_rows import Fp8Rows
 from .link_rates import copy_ceilings, far_bandwidth, far_latency
+from .monitor import whole_call
 from .network_memory import NetworkMemory
-from .node_choice_sums import NodeChoiceSums
+from .repeated_call import RepeatedCall, check_stream
 from .result_memory import OnLaunch, Reservation, ResultMemory, arriving_rows, combine_views, dispatch_views
 from .runtime import CudaRuntime, address_of
 
@@ -333,19 +339,6 @@ class RowMover:
         self._add_combine_params(params, row_bytes, sent_bytes, capacity, pack(signature), choice)
         return self._runtime.launcher(kernel, inputs.x.dtype)
 
-    def add_up_choices(
-        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
-    ) -> Callable[[], Views]:
-        """Queue a combine with `reduce="topk"`. Return the function that makes its results.
-
-        Args:
-            inputs: Of the combine of rows by expert.
-            by_token: The handle of the rows by token.
-            tables: Addresses of the tables of the kernel expert_positions.
-            call: How the call runs.
-        """
-        raise NotImplementedError
-
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """Measure how fast rows and copies reach the other ranks; see `Buffer.copy_ceilings`."""
         raise NotImplementedError
@@ -392,14 +385,6 @@ class Throughput(RowMover):
             f"for dispatch and combine. Use the low-latency calls"
         )
         super().__init__(runtime, copy_when_full, "" if has_peer_access else unavailable)
-        self._choice_sums = ChoiceSums(runtime, self.results)
-
-    def add_up_choices(
-        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
-    ) -> Callable[[], Views]:
-        """Launch one kernel for each window of tokens; see `ChoiceSums`."""
-        self.check_support()
-        return self._choice_sums.add_up(inputs, by_token, tables, self.num_sms, call)
 
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """Measure how fast rows and copies reach the other ranks; see `Buffer.copy_ceilings`."""
@@ -448,14 +433,6 @@ class NodesThroughput(RowMover):
         super().__init__(runtime, copy_when_full, "" if num_nodes <= MAX_NODES else unavailable)
         assert runtime.network is not None
         self._nodes, self._network = nodes, runtime.network
-        self._choice_sums = NodeChoiceSums(runtime, self.results)
-
-    def add_up_choices(
-        self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call
-    ) -> Callable[[], Views]:
-        """Launch a combine for each choice; see `NodeChoiceSums`."""
-        self.check_support()
-        return self._choice_sums.add_up(inputs, by_token, tables, call, self._launch_choice)
 
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceilings`."""
@@ -471,9 +448,18 @@ class NodesThroughput(RowMover):
         self.check_support()
         return far_latency(self._runtime)
 
-    def _launch_choice(
+    def launch_choice(
         self, inputs: CombineInputs, num_rows: int, params: dict[str, int], choice: Mapping[str, int], stream: int
     ) -> None:
+        """Launch a combine of rows that have one choice of each token.
+
+        Args:
+            inputs: Of the whole combine.
+            num_rows: Rows of the handle by token.
+            params: The first Params.
+            choice: The Params of the choice.
+            stream: The stream of the call.
+        """
         signature = inputs.signature._replace(alignment_or_step=choice["choice"] + 1)
         launch = self._finish_sums(params, inputs, num_rows, signature, choice)
         self._network.wake()
@@ -512,3 +498,156 @@ class NodesThroughput(RowMover):
             chunk_rows=chunk.offsets["rows"],
             **choice,
         )
+
+
+class Rows(Protocol):
+    """Moves rows in one layout, as `RowMover` does by token."""
+
+    def send_rows(self, inputs: DispatchInputs, call: Call) -> tuple[DispatchHandle, Callable[[], Views]]:
+        """Queue a dispatch. Return its handle, and the function that makes its results."""
+
+    def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
+        """Queue a combine. Return the function that makes its results."""
+
+
+class ThroughputCalls:
+    """Dispatch and combine, in both layouts of rows.
+
+    Args:
+        runtime: The Buffer's memory and kernels.
+        by_token: Moves rows by token.
+        by_expert: Moves rows by expert.
+        fp8_rows: Converts rows.
+    """
+
+    def __init__(self, runtime: CudaRuntime, by_token: RowMover, by_expert: Rows, fp8_rows: Fp8Rows) -> None:
+        self._runtime, self._by_token, self._monitor = runtime, by_token, runtime.monitor
+        self._by_expert, self._fp8_rows = by_expert, fp8_rows
+        self._epochs = ("nodes", "nodes") if runtime.config.has_network else ("dispatch", "combine")
+        self._dispatches, self._combines = map(runtime.launches, self._epochs)
+
+    @whole_call("kPhaseDispatchRows")
+    def dispatch(self, inputs: DispatchInputs, call: Call) -> DispatchResult:
+        """See `Buffer.dispatch`."""
+        is_host_caller = inputs.x.device == HOST
+        if inputs.use_fp8:
+            inputs = self._fp8_rows.converted(inputs, call)
+        before = self._dispatches[0]
+        handle, make_views = (self._by_token if inputs.layout == "token" else self._by_expert).send_rows(inputs, call)
+        self._runtime.purposes.note_launches(self._epochs[0], before + 1, self._dispatches[0])
+        self._monitor.check_inputs()
+        views = self._runtime.for_caller(make_views, is_host_caller, call.stream)
+        return DispatchResult(handle, self._runtime.order.event(call), views)
+
+    @whole_call("kPhaseCombineRows")
+    def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
+        """See `Buffer.combine`."""
+        if inputs.compress == "fp8":
+            self._fp8_rows.check_support("compress='fp8'")
+        before = self._combines[0]
+        make_views = (self._by_token if inputs.handle.layout == "token" else self._by_expert).add_up(inputs, call)
+        self._runtime.purposes.note_launches(self._epochs[1], before + 1, self._combines[0])
+        self._monitor.check_inputs()
+        views = self._runtime.for_caller(make_views, inputs.x.device == HOST, call.stream)
+        return CombineResult(self._runtime.order.event(call), views)
+
+    def prepare(self, preparation: ThroughputPreparation) -> PreparedThroughput:
+        """Prepare calls with these arguments, which lie in GPU memory, and a handle of `layout="token"`."""
+        if preparation.compress == "fp8":
+            self._fp8_rows.check_support("compress='fp8'")
+        return PreparedThroughput(self._runtime, self._by_token, preparation)
+
+
+class PreparedThroughput:
+    """See `base.PreparedCalls`. All calls write to the same memory, over any number of nodes.
+
+    Peers write the rows of each dispatch to the same block of symmetric memory. The kernel of the call tells them its address after all
+    earlier work of its stream, so readers on that stream are done.
+
+    Args:
+        runtime: The Buffer's memory and kernels.
+        by_token: Moves rows by token.
+        preparation: The arguments of the calls.
+
+    Raises:
+        EPInputError: If the library of `x` has no current stream, and the program has chosen none.
+        EPOutOfMemoryError: If the pool is full.
+        EPUnavailableError: If this Buffer cannot make throughput calls.
+    """
+
+    def __init__(self, runtime: CudaRuntime, by_token: RowMover, preparation: ThroughputPreparation) -> None:
+        by_token.check_support()
+        given, config, layout = preparation.dispatch, runtime.config, runtime.layout
+        x, idx, weights, scales = arrays = given.x, given.topk_idx, given.topk_weights, given.scales
+        handle = given.handle
+        assert handle is not None
+        check_stream(runtime, x, preparation.stream)
+        num_rows, results = handle.num_recv_rows, by_token.results
+        scale_bytes, idx_bytes = scales.row_bytes if scales else 0, idx.itemsize if idx else 0
+        parts = layout.result(num_rows, x.row_bytes, scale_bytes, idx_bytes, idx is not None)
+        # The rows of combines may have any dtype that fits the Buffer. With memory for the widest, no combine allocates.
+        most_sums = layout.combined(handle.num_tokens, config.row_bytes, preparation.y_weights is not None)
+        with runtime.order.before_calls() as stream:
+            rows, counts = results.reserve_for_repeats(parts.num_bytes, stream), by_token.counts.acquire(stream)
+            self._sums = results.allocate_sums(most_sums.num_bytes, Call(stream, None, False, None))
+        self._runtime, self._by_token, self._given = runtime, by_token, preparation
+        self._monitor, tables = runtime.monitor, handle.routing
+        self._check_peers = self._monitor.check_peers
+
+        def new_call() -> Call:
+            return Call(-1, None, preparation.async_finish, None, x.framework)
+
+        make_views = functools.partial(
+            dispatch_views, runtime, arrays, parts.offsets, num_rows, rows=(rows.ptr, rows), counts=(counts.ptr, counts)
+        )
+
+        def make_sent(event: Event, stream: int) -> DispatchResult:
+            return DispatchResult(handle, event, make_views(stream=stream))
+
+        window = receive_window(results.offset_of(rows), parts.offsets, num_rows)
+        launcher, params = by_token.dispatch_launch(pack(given.signature), arrays, tables.ptr, counts.ptr, window)
+        self._dispatch: RepeatedCall[DispatchResult] = RepeatedCall(
+            runtime, new_call(), preparation.stream, (rows, counts, tables)
+        )
+        self._dispatch.set_launch(launcher.prepare(by_token.num_sms, params), make_sent)
+        self._dispatch.set_arguments((given,), idx, weights, scales)
+        self._combine: RepeatedCall[CombineResult] = RepeatedCall(runtime, new_call(), preparation.stream, (self._sums, tables))
+        self._format: tuple[str, Framework] | None = None  # of the rows of combines
+
+    @whole_call("kPhaseDispatchRows")
+    def dispatch(self) -> DispatchResult:
+        """Launch the dispatch."""
+        self._check_peers()
+        self._dispatch.launch.num_blocks = self._by_token.num_sms  # the program may have changed it
+        return self._dispatch.run()
+
+    def set_rows(self, y: View) -> None:
+        """Let later combines read `y`."""
+        if y.device == HOST:
+            raise EPInputError("y is in host memory; expected GPU memory in prepared calls whose x is there. Move the array")
+        if (y.dtype, y.framework) != self._format:
+            self._bind(y)
+        self._combine.set_arguments((self._given, y), y, self._given.y_weights, *self._given.biases)
+        self._set_address_of_rows(y.ptr)
+
+    @whole_call("kPhaseCombineRows")
+    def combine(self) -> CombineResult:
+        """Launch the combine."""
+        self._check_peers()
+        self._combine.launch.num_blocks = self._by_token.num_sms
+        return self._combine.run()
+
+    def _bind(self, y: View) -> None:
+        """Prepare the launch and the results for rows of this dtype and library."""
+        given, sums = self._given, self._sums
+        inputs, weights = given.combine(y), given.y_weights
+        handle = inputs.handle
+        parts = self._runtime.layout.combined(handle.num_tokens, y.row_bytes, weights is not None).offsets
+        out, out_weights = sums.ptr + parts["x"], sums.ptr + parts["topk_weights"]
+        launcher, params = self._by_token.combine_launch(inputs, (y, weights, *given.biases), out, out_weights)
+        launch = launcher.prepare(self._by_token.num_sms, params)
+        shown = out, out_weights if weights is not None else None
+        of_rows = replace(y, owner=None)  # the results have the dtype and the library of y, and do not hold y
+        make_views = functools.partial(combine_views, self._runtime, of_rows, handle.num_tokens, *shown, sums)
+        self._combine.set_launch(launch, lambda event, stream: CombineResult(event, make_views(stream)))
+        self._set_address_of_rows, self._format = launch.member("y"), (y.dtype, y.framework)
