@@ -27,7 +27,7 @@ with or_exit("this benchmark", "bench"):
 
     from deepep_rt import buffer as buffer_module
     from deepep_rt.backends import call_lock, inputs
-    from deepep_rt.backends.cuda import low_latency_kernels, monitor, result_memory, stream_order, throughput
+    from deepep_rt.backends.cuda import low_latency, monitor, result_memory, stream_order, throughput
     from deepep_rt.bench import program
     from deepep_rt.bench.machine import Machine
     from deepep_rt.bench.report import markdown_table
@@ -50,7 +50,7 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     *((ORDER, stream_order.CallOrder, name) for name in ("enqueue_waits", "record_end", "record_prepared_end", "event")),
     *((MEMORY, slots.Slots, name) for name in ("acquire", "release")),
     *((MEMORY, result_memory.ResultMemory, name) for name in ("reserve", "keep", "allocate_sums")),
-    *(("parameters", low_latency_kernels.LowLatencyKernels, f"{name}_params") for name in ("dispatch", "combine")),
+    *(("parameters", low_latency.LowLatencyKernels, f"{name}_params") for name in ("dispatch", "combine")),
     ("parameters", throughput.RowMover, "dispatch_launch"),
     ("parameters", throughput.RowMover, "combine_launch"),
     *((LAUNCH, launch.Launcher, name) for name in ("__call__", "launch")),

@@ -1,28 +1,221 @@
-"""The low-latency calls of the CUDA backend: one launch for a call, or one for its sending and one for its receiving half."""
+"""The low-latency calls of the CUDA backend: one launch for a call, or one for its sending and one for its receiving half.
+
+`LowLatencyKernels` has the parameters of the kernels and the memory of results. In `PreparedLowLatency`, they are bound once.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from ...arrays.dtypes import FP8_GROUP
 from ...arrays.view import HOST, Framework, View
+from ...comm.call_signature import Signature, pack
 from ...cuda import driver
 from ...cuda.slots import Slot
+from ...errors import EPInputError, EPUnavailableError
 from ...jit.launch import Launcher
-from ...kernels.structs import LL_RECEIVE
+from ...kernels.structs import LL_RECEIVE, LL_SEND
 from ...kernels.table import KERNELS
+from ...kernels.tuning import has_fp8
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from ..base import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyPreparation
-from ..hooks import Hook, HookQueue, Hooks, check_hook_called
-from .low_latency_kernels import LowLatencyKernels
+from ..hooks import Hook, HookQueue, Hooks, OwnHooks, check_hook_called, no_dispatch
 from .monitor import whole_call
-from .prepared_low_latency import PreparedLowLatency
-from .runtime import CudaRuntime, to_host
+from .repeated_call import RepeatedCall, check_stream
+from .runtime import CudaRuntime, address_of, to_host
+from .stream_order import CallEnd
+
+_Sent = TypeVar("_Sent")
+_Result = TypeVar("_Result", LowLatencyDispatchResult, LowLatencyCombineResult)
 
 _log = logging.getLogger("deepep_rt")
+
+PHASES = {False: LL_SEND | LL_RECEIVE, True: LL_SEND}
+"""The phases that a call launches, by whether it has a hook. The hook launches the rest."""
+
+
+class RowFormat:
+    """Results of dispatch with one format of rows: their memory, offsets and dtypes. Slots keep the memory for later calls."""
+
+    def __init__(self, runtime: CudaRuntime, use_fp8: bool, use_ue8m0: bool) -> None:
+        parts = runtime.layout.low_latency_result(use_fp8=use_fp8, use_ue8m0=use_ue8m0)
+        self.memory = runtime.slots(parts.num_bytes)
+        self.x, self.scales = parts.offsets["x"], parts.offsets["scales"]
+        self.dtype = "float8_e4m3fn" if use_fp8 else "bfloat16"
+        self.scale_dtype = None if not use_fp8 else "uint8" if use_ue8m0 else "float32"
+
+
+class LowLatencyKernels:
+    """Parameters and memory of the low-latency kernels of a Buffer.
+
+    Args:
+        runtime: The Buffer's memory and kernels.
+        archs: The target of each rank's GPU.
+    """
+
+    def __init__(self, runtime: CudaRuntime, archs: Sequence[str]) -> None:
+        self._runtime, self._config = runtime, runtime.config
+        config, layout = runtime.config, runtime.layout
+        self.handles = runtime.slots(layout.low_latency_handle.num_bytes, layout.num_handles if config.low_latency else 0)
+        self._formats = {
+            (use_fp8, use_ue8m0): RowFormat(runtime, use_fp8, use_ue8m0)
+            for use_fp8, use_ue8m0 in ((False, False), (True, False), (True, True))
+        }
+        self.sums = runtime.slots(config.num_max_tokens_per_rank * config.hidden * 2)
+        # Rows travel in one format. If the GPU of one rank cannot convert to FP8, no rank converts.
+        self.archs_without_fp8 = {rank: arch for rank, arch in enumerate(archs) if not has_fp8(arch)}
+        self._has_warned_of_fp8 = False
+        # The same for every call: a rank with few tokens may receive many.
+        self.num_blocks = min(config.low_latency_sms, driver.num_sms(runtime.device), max(2 * config.num_max_tokens_per_rank, 16))
+        self._least_large_combine = math.inf if config.has_network else config.least_large_combine(self.num_blocks)
+
+    def row_format(self, use_fp8: bool = False, use_ue8m0: bool = False) -> RowFormat:
+        """Return the format of rows that a dispatch with these options brings."""
+        return self._formats[use_fp8, use_ue8m0]
+
+    def check_fp8(self, inputs: LowLatencyDispatchInputs) -> None:
+        """If a GPU cannot convert to FP8, change an FP8 dispatch to a bfloat16 dispatch, and warn once.
+
+        Raises:
+            EPUnavailableError: if the caller has already allocated memory for FP8 results.
+        """
+        if not (inputs.use_fp8 and self.archs_without_fp8):
+            return
+        rank, arch = next(iter(self.archs_without_fp8.items()))
+        if inputs.into is not None:
+            raise EPUnavailableError(
+                f"use_fp8=True; rank {rank}'s {arch} cannot convert to FP8. Pass use_fp8=False on all ranks: rows travel as bfloat16"
+            )
+        if not self._has_warned_of_fp8:
+            self._has_warned_of_fp8 = True
+            _log.warning(
+                "rank %d: rank %d's %s cannot convert to FP8: rows travel and arrive as bfloat16, without scales. Pass use_fp8=False on "
+                "all ranks",
+                self._runtime.rank,
+                rank,
+                arch,
+            )
+        inputs.use_fp8 = inputs.round_scale = inputs.use_ue8m0 = False
+
+    def check_compression(self, compress: str | None) -> None:
+        """Raise EPUnavailableError if the GPU of a rank cannot convert to the form of a combine's rows."""
+        if compress == "fp8" and self.archs_without_fp8:
+            rank, arch = next(iter(self.archs_without_fp8.items()))
+            raise EPUnavailableError(
+                f"compress='fp8'; expected GPUs with FP8 on all ranks, but rank {rank} has {arch}. Leave it out on all ranks"
+            )
+
+    def check_reduction(self, reduce_early: bool) -> None:
+        """Raise EPInputError if GPUs refuse a combine that sends the row of each choice."""
+        if not reduce_early and (self._config.on_timeout == "mask" or self._runtime.page.masked.any()):
+            # Such rows lie by choice, not by sender. A row of a lost rank could pass for a row of another rank.
+            raise EPInputError(
+                "allow_multiple_reduction=False; expected True on GPUs with on_timeout='mask' or masked ranks. Leave it out"
+            )
+
+    def combine_name(self, num_tokens: int, reduce_early: bool, compress: str | None) -> str:
+        """Return the name of the kernel that makes a combine."""
+        name = "ll_combine_large" if num_tokens >= self._least_large_combine and reduce_early else "ll_combine"
+        return f"{name}_{compress}" if compress else name
+
+    def dispatch_params(
+        self,
+        inputs: LowLatencyDispatchInputs,
+        arrays: Sequence[Any],
+        format_: RowFormat,
+        tables: int,
+        results: tuple[int, int],
+        with_hook: bool,
+    ) -> dict[str, Any]:
+        """Return the members of a dispatch's Params.
+
+        Args:
+            inputs: The arguments of the call.
+            arrays: Its x, topk_idx and topk_weights on the GPU.
+            format_: The format of rows.
+            tables: Address of the handle's tables.
+            results: Addresses of the rows and of their scales.
+            with_hook: Whether the launch only sends.
+        """
+        x, idx, weights = arrays
+        return {
+            "phases": PHASES[with_hook],
+            "num_tokens": x.shape[0],
+            "x": x.ptr,
+            "topk_idx": idx.ptr,
+            "topk_weights": address_of(weights),
+            "handle": tables,
+            "recv_x": results[0],
+            "recv_scales": results[1],
+            "recv_stats": inputs.recv_stats.ptr if inputs.recv_stats else 0,
+            "wait_stats": inputs.wait_stats.ptr if inputs.wait_stats else 0,
+            "idx_bytes": idx.itemsize,
+            "use_fp8": inputs.use_fp8,
+            "round_scale": inputs.round_scale,
+            "use_ue8m0": inputs.use_ue8m0,
+            "check": self._config.check_inputs,
+            "call_signature": pack(inputs.signature(format_.dtype, format_.scale_dtype)),
+        }
+
+    def dispatch_views(
+        self, format_: RowFormat, results: tuple[int, int], memory: Any, tables: Any, framework: Framework, stream: int
+    ) -> Views:
+        """Make the Views of a dispatch's results. `memory` owns the rows, and `tables` the counts."""
+        config, result = self._config, self._runtime.result
+        experts, rows, hidden = config.num_local_experts, config.worst_recv_tokens, config.hidden
+        counts = tables.ptr + self._runtime.layout.low_latency_handle.offsets["num_recv_per_expert"]
+        views: Views = {
+            "num_recv_per_expert": result(counts, (experts,), "int32", tables, framework, stream),
+            "x": result(results[0], (experts, rows, hidden), format_.dtype, memory, framework, stream),
+        }
+        if format_.scale_dtype:
+            shape = experts, rows, hidden // FP8_GROUP
+            views["scales"] = result(results[1], shape, format_.scale_dtype, memory, framework, stream)
+        return views
+
+    def combine_params(
+        self,
+        signature: Signature,
+        num_tokens: int,
+        arrays: tuple[int, View, View],
+        tables: int,
+        out: int,
+        reduce_early: bool,
+        has_weights: bool,
+        with_hook: bool,
+    ) -> dict[str, Any]:
+        """Return the members of a combine's Params.
+
+        Args:
+            signature: What all ranks must agree on.
+            num_tokens: Tokens of this rank.
+            arrays: The address of `y`, and topk_idx and topk_weights on the GPU.
+            tables: Address of the handle's tables.
+            out: Address of the sums.
+            reduce_early: Whether ranks add up the rows of their experts.
+            has_weights: Whether the dispatch sent the weights.
+            with_hook: Whether the launch only sends.
+        """
+        y, idx, weights = arrays
+        return {
+            "phases": PHASES[with_hook],
+            "num_tokens": num_tokens,
+            "y": y,
+            "topk_idx": idx.ptr,
+            "topk_weights": weights.ptr,
+            "handle": tables,
+            "out": out,
+            "idx_bytes": idx.itemsize,
+            "reduce_early": reduce_early,
+            "has_weights": has_weights,
+            "call_signature": pack(signature),
+        }
+
 
 _live: weakref.WeakSet[LowLatency] = weakref.WeakSet()
 """Objects of Buffers with low-latency calls that were not destroyed."""
@@ -236,22 +429,244 @@ class LowLatency:
         is_host_caller: bool,
         given: View | None,
     ) -> tuple[Event, Callable[[], Views], Hook]:
-        """Launch the sending half of a call, and make the hook that launches the receiving half on the same stream."""
+        """Launch the sending half of a call, and make its hook."""
         stream = call.stream
 
-        def receive() -> None:
-            self._monitor.check_peers()
-            with self._monitor.call_half():
-                self._order.enqueue_waits(call)
-                self._launch(launch, stream, {**values, "phases": LL_RECEIVE})
-                self._order.record_end(*end)
-                event.record_again()
-            if is_host_caller:
-                views.update(to_host(views, stream, given))
-            self._monitor.check()  # after the launch: other ranks wait for this half, whatever the input was
-
-        with self._monitor.call_half():
+        def send() -> tuple[CallEnd, Views]:
             self._launch(launch, stream, values)
             self._order.record_end(*end)
-            event, views = self._order.event(call), make_views()
-            return event, lambda: views, queue.append(receive, lambda: driver.capture_id(stream))
+            return self._order.event(call), make_views()
+
+        def receive() -> None:
+            self._launch(launch, stream, {**values, "phases": LL_RECEIVE})
+            self._order.record_end(*end)
+            event.record_again()
+
+        def copy() -> None:
+            views.update(to_host(views, stream, given))
+
+        (event, views), hook = launch_halves(self._runtime, call, queue, send, receive, copy if is_host_caller else None)
+        return event, lambda: views, hook
+
+
+def launch_halves(
+    runtime: CudaRuntime,
+    call: Call,
+    queue: HookQueue,
+    send: Callable[[], _Sent],
+    receive: Callable[[], None],
+    copy: Callable[[], None] | None = None,
+) -> tuple[_Sent, Hook]:
+    """Launch the sending half of a call, and make the hook that launches the receiving half on the same stream.
+
+    Args:
+        runtime: Of the Buffer.
+        call: The call.
+        queue: The queue of the hook.
+        send: Launches the sending half, and notes its end.
+        receive: Launches the receiving half, and notes its end.
+        copy: Copies the results to host memory, if the caller's arrays lie there.
+    """
+    monitor, stream = runtime.monitor, call.stream
+
+    def run_hook() -> None:
+        monitor.check_peers()
+        with monitor.call_half():
+            runtime.order.enqueue_waits(call)
+            receive()
+        if copy is not None:
+            copy()
+        monitor.check()  # after the launch: other ranks wait for this half, whatever the input was
+
+    with monitor.call_half():
+        return send(), queue.append(run_hook, lambda: driver.capture_id(stream))
+
+
+class PreparedLowLatency:
+    """See `base.PreparedCalls`. All calls write to the same memory.
+
+    Args:
+        runtime: The Buffer's memory and kernels.
+        kernels: Parameters and memory of its low-latency kernels.
+        hooks: The open hooks of the Buffer.
+        preparation: The arguments of the calls.
+        warn_of_masked_ranks: Warns of ranks that kernels have masked.
+
+    Raises:
+        EPInputError: If the library of `x` has no current stream, and the program has chosen none.
+        EPUnavailableError: If a rank's GPU cannot convert to FP8, which the combines need.
+    """
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        kernels: LowLatencyKernels,
+        hooks: Hooks,
+        preparation: LowLatencyPreparation,
+        warn_of_masked_ranks: Callable[[], None],
+    ) -> None:
+        given, with_hook, out = preparation.dispatch, preparation.with_hook, preparation.out
+        x, idx, weights = given.x, given.topk_idx, given.topk_weights
+        assert weights is not None
+        check_stream(runtime, x, preparation.stream)
+        kernels.check_fp8(given)
+        kernels.check_reduction(preparation.reduce_early)
+        kernels.check_compression(preparation.compress)
+        self._kernels, self._hooks, self._own_hooks, self._with_hook = kernels, hooks, OwnHooks(hooks), with_hook
+        self._reduce_early, self._monitor = preparation.reduce_early, runtime.monitor
+        self._check_peers = self._monitor.check_peers
+        self._warn = warn_of_masked_ranks if runtime.config.on_timeout == "mask" else None
+        self._has_dispatched = False
+        self._new_handle = new_handle = functools.partial(_new_handle, runtime.info.serial, x)
+
+        format_ = kernels.row_format(given.use_fp8, given.use_ue8m0)
+        with runtime.order.before_calls() as stream:
+            memory, tables = format_.memory.acquire(stream), kernels.handles.acquire(stream)
+            sums = kernels.sums.acquire(stream) if out is None else None
+        self._tables = tables
+        results = memory.ptr + format_.x, memory.ptr + format_.scales
+        params = kernels.dispatch_params(given, (x, idx, weights), format_, tables.ptr, results, with_hook)
+
+        def make_sent(event: Event, stream: int) -> LowLatencyDispatchResult:
+            views = functools.partial(kernels.dispatch_views, format_, results, memory, tables, x.framework, stream)
+            return LowLatencyDispatchResult(new_handle(tables, None), event, None, views)
+
+        self._dispatch = _RepeatedCall(
+            runtime, "ll_dispatch", kernels.num_blocks, params, preparation, (memory, tables), hooks.dispatch, make_sent
+        )
+        num_tokens = x.shape[0]
+        address = out.ptr if sums is None else sums.ptr  # type: ignore[union-attr]
+        arrays = 0, idx, weights  # the address of y comes with the first combine
+        params = kernels.combine_params(
+            preparation.combine_signature, num_tokens, arrays, tables.ptr, address, preparation.reduce_early, True, with_hook
+        )
+
+        def make_back(event: Event, stream: int) -> LowLatencyCombineResult:
+            def views() -> Views:
+                shape = num_tokens, runtime.config.hidden
+                return {"x": out or runtime.result(address, shape, "bfloat16", sums, x.framework, stream)}
+
+            return LowLatencyCombineResult(event, None, views)
+
+        own = (tables,) if sums is None else (tables, sums)
+        name = kernels.combine_name(num_tokens, preparation.reduce_early, preparation.compress)
+        self._combine = _RepeatedCall(runtime, name, kernels.num_blocks, params, preparation, own, hooks.combine, make_back)
+
+    @whole_call("kPhaseLlRows")
+    def dispatch(self) -> LowLatencyDispatchResult:
+        """Launch the dispatch, or its sending half."""
+        self._check_peers()
+        if self._with_hook:
+            self._own_hooks.check_can_dispatch()
+        self._hooks.dispatch.check_can_start(self._with_hook)
+        if self._warn is not None:
+            self._warn()
+        self._has_dispatched = True
+        if not self._with_hook:
+            return self._dispatch.run()
+        sent, hook = self._dispatch.send()
+        self._own_hooks.dispatch = hook.state
+        sent.handle = self._new_handle(self._tables, hook.state)
+        return sent
+
+    def set_rows(self, y: View) -> None:
+        """Let later combines read `y`."""
+        if y.device == HOST:
+            raise EPInputError("y is in host memory; expected GPU memory in prepared calls whose x is there. Move the array")
+        if self._with_hook:
+            self._own_hooks.check_can_combine()  # the receiving half of a call gets the same rows as its sending half
+        self._combine.set_rows(y)
+
+    @whole_call("kPhaseLlCombineRows")
+    def combine(self) -> LowLatencyCombineResult:
+        """Launch the combine, or its sending half."""
+        self._check_peers()
+        if not self._has_dispatched:
+            raise no_dispatch()
+        if not self._reduce_early:
+            self._kernels.check_reduction(False)
+        if self._with_hook:
+            check_hook_called(self._own_hooks.dispatch)
+            self._own_hooks.check_can_combine()
+        self._hooks.combine.check_can_start(self._with_hook)
+        if self._warn is not None:
+            self._warn()
+        if not self._with_hook:
+            return self._combine.run()
+        back, hook = self._combine.send()
+        self._own_hooks.combine = hook.state
+        return back
+
+
+def _new_handle(serial: int, x: View, tables: Slot, state: Any) -> LowLatencyHandle:
+    return LowLatencyHandle(x.shape[0], serial, (tables, state), True, x.framework)
+
+
+class _RepeatedCall(RepeatedCall[_Result]):
+    """A dispatch or a combine, with a hook or without one.
+
+    Args:
+        runtime: The Buffer's memory and kernels.
+        kernel: Name of the kernel.
+        num_blocks: Blocks of its grid.
+        params: The members of its Params.
+        preparation: The arguments of the calls.
+        own: The Buffer's memory that the call uses.
+        queue: The queue of its hooks.
+        make_result: As of `RepeatedCall.set_launch`.
+    """
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        kernel: str,
+        num_blocks: int,
+        params: dict[str, Any],
+        preparation: LowLatencyPreparation,
+        own: tuple[Slot, ...],
+        queue: HookQueue,
+        make_result: Callable[[Event, int], _Result],
+    ) -> None:
+        given = preparation.dispatch
+        super().__init__(runtime, Call(-1, None, preparation.async_finish, None, given.x.framework), preparation.stream, own)
+        self._runtime, self._queue = runtime, queue
+        self._with_hook, self._preparation = preparation.with_hook, preparation
+        launcher = runtime.launcher(kernel)
+        self.set_launch(launcher.prepare(num_blocks, params), make_result)
+        self._launch_receiving = launcher.prepare(num_blocks, {**params, "phases": LL_RECEIVE})
+        halves = (self.launch, self._launch_receiving) if preparation.with_hook else (self.launch,)
+        self._set_address_of_rows = [half.member("y") for half in halves] if "y" in params else []
+        self.set_arguments((given, preparation.out), given.topk_idx, given.topk_weights)
+
+    def set_rows(self, y: View) -> None:
+        """Use other rows of the experts from now on. Only for a combine."""
+        given = self._preparation.dispatch
+        self.set_arguments((given, self._preparation.out, y), given.topk_idx, given.topk_weights, y)
+        for set_address in self._set_address_of_rows:
+            set_address(y.ptr)
+
+    def send(self) -> tuple[_Result, Hook]:
+        """Launch the sending half, and make its hook."""
+        self._begin()
+        _, hook = launch_halves(self._runtime, self._call, self._queue, self._launch_sending, self._receive)
+        # The prepared call must not keep the hook: if the caller drops it, the next call runs it.
+        result: _Result = object.__new__(type(self._result))
+        result.__dict__.update(self._result.__dict__)
+        result.hook = hook
+        return result, hook
+
+    def _launch_sending(self) -> None:
+        self.launch(self._call.stream)
+        self._note_end()
+
+    def _receive(self) -> None:
+        if self._network is not None:
+            self._network.wake()
+        self._launch_receiving(self._call.stream)
+        self._note_end()
+
+    def _move(self) -> None:
+        super()._move()
+        if self._with_hook:  # each call has a result of its own, and all share these arrays
+            for name in ("recv_x", "recv_x_scales", "num_recv_tokens_per_expert", "x"):
+                getattr(self._result, name, None)
