@@ -85,7 +85,7 @@ class BufferPlan:
     path: str
     num_max_recv_tokens: int | None
 
-    def settings(self, options: Options) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return the arguments of `Buffer`."""
         shape = self.shape
         return dict(

@@ -167,7 +167,7 @@ class Run:
             last = (plan.number + 1) * self.options.rounds_per_buffer
             last = last if self.end is None else min(last, self.end)
             self.watchdog.feed(self.asked.timeout_s + (_COMPILING_S if self.options.on_gpu else 0))
-            settings = plan.settings(self.options)
+            settings = plan.settings()
             with Buffer(self.comm, backend=self.backend, timeout_s=self.asked.timeout_s, **settings) as buffer:
                 self.session = session = Session(
                     self.options, plan, buffer, self.arrays, self.check, self.times, self.rank, self._align
