@@ -24,14 +24,7 @@ def whole_number(
 ) -> int:
     """Return a whole number of Python or NumPy as a Python int. Refuse True, False, floats and arrays.
 
-    Args:
-        value: The argument.
-        name: Its name.
-        least: The least number that is allowed.
-        most: The largest number that is allowed.
-        error: The class of the exception.
-        remedy: A sentence that tells the caller what to do. Default: "Pass such a number."
-        multiple_of: The number must be a multiple of this.
+    `remedy` is a sentence that tells the caller what to do. Default: "Pass such a number."
     """
     number = _as_int(value)
     if number is None or not least <= number <= most or number % multiple_of:

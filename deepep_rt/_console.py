@@ -21,9 +21,8 @@ def console(width_of_logs: int) -> Console:
 
     Texts are printed unchanged, because texts from files may contain brackets and colons, which rich takes for markup and emoji.
 
-    Args:
-        width_of_logs: Columns of a line if neither COLUMNS nor a terminal gives a width, as in a log file or under mpirun. COLUMNS=80 is
-            no width, because launchers set it without a terminal.
+    `width_of_logs` counts if neither COLUMNS nor a terminal gives a width, as in a log file or under mpirun. COLUMNS=80 is no width,
+    because launchers set it without a terminal.
     """
     plain: dict[str, Any] = dict(highlight=False, markup=False, emoji=False)
     found = Console(**plain)
@@ -48,8 +47,7 @@ def _terminal_columns() -> int:
 def printing() -> Iterator[None]:
     """Wrap the block that prints. Characters that standard output cannot encode become escapes.
 
-    Raises:
-        EPError: if standard output is closed or cannot be written, for example because the disk is full.
+    Raise EPError if standard output is closed or cannot be written, for example because the disk is full.
     """
     if sys.stdout is None:  # closed: print and rich would drop all text without an error
         raise EPError("standard output is closed. Redirect it to a file or a terminal.")

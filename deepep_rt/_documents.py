@@ -24,13 +24,9 @@ class UnusableFile(Exception):
 
 
 def parse(data: bytes, make: Callable[[dict[str, Any]], _Made]) -> _Made:
-    """Parse a JSON object. Return what `make` makes of its members.
+    """Parse a JSON object. Return what `make` makes of its members; it may raise any exception for members that are wrong.
 
     Numbers are finite, and integers have 64 bits at most.
-
-    Args:
-        data: The content of a file.
-        make: Gets the members. It may raise any exception for members that are wrong.
 
     Raises:
         UnusableFile: for every failure, because the content may be anything: too deep, no text, or a number that no type can hold.

@@ -38,8 +38,7 @@ def cache_dir() -> Path:
 def _expanded(path: str) -> Path:
     """Expand ~. An empty or relative `HOME` counts as unset, because the result would depend on the current folder.
 
-    Raises:
-        RuntimeError: if there is no home folder; also KeyError.
+    Raise RuntimeError or KeyError if there is no home folder.
     """
     first, *rest = Path(path).parts or (".",)
     if first == "~" and not os.path.isabs(os.environ.get("HOME", "")):

@@ -70,12 +70,7 @@ def no_cuda_in_this_thread() -> Iterator[None]:
 
 
 def finalize(function: Callable[..., Any], *arguments: Any) -> None:
-    """Call a function that calls CUDA. A finalizer does this at its end.
-
-    Args:
-        function: It may run later, in another thread, if this thread must not call CUDA.
-        arguments: Its arguments.
-    """
+    """Call a function that calls CUDA, at the end of a finalizer. It runs later, in another thread, if this thread must not call CUDA."""
     if _threads and get_ident() in _threads:
         waiting.append((function, arguments))
     else:

@@ -31,12 +31,7 @@ def pip_install_cuda() -> str:
 
 @contextmanager
 def or_exit(what: str, extra: str) -> Iterator[None]:
-    """Exit with the command that installs an extra, if the block imports a library that is missing.
-
-    Args:
-        what: What needs the library, for the message.
-        extra: The extra that brings it.
-    """
+    """Exit with the command that installs an extra, if the block imports a library that is missing. `what` needs the library."""
     try:
         yield
     except ModuleNotFoundError as error:

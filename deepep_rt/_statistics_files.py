@@ -61,37 +61,22 @@ _FIELDS: dict[str, Check] = {
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The file of one rank.
+    """The file of one rank."""
 
-    Attributes:
-        buffer: Names the Buffer, equally on all ranks.
-        num_ranks: Its ranks.
-        host: The host of this rank.
-        pid: The process of this rank.
-        written_at: When it was written, in seconds since 1970.
-        has_ended: Whether the Buffer was destroyed.
-        now: The numbers of then.
-        earlier: Those of a few seconds before.
-    """
-
-    buffer: str
+    buffer: str  # its name, equal on all ranks
     num_ranks: int
     host: str
     pid: int
-    written_at: float
-    has_ended: bool
-    now: Statistics
-    earlier: Statistics
+    written_at: float  # in seconds since 1970
+    has_ended: bool  # whether the Buffer was destroyed
+    now: Statistics  # the numbers at the time of `written_at`
+    earlier: Statistics  # those of a few seconds before
 
 
 def read(folder: Path) -> tuple[list[Snapshot], list[tuple[str, str]]]:
-    """Read the files of a folder. Any user may have written to it.
+    """Read the files of a folder, to which any user may have written. Raise OSError if the folder cannot be read.
 
-    Returns:
-        The files, and the names of those that are no such files, each with the reason.
-
-    Raises:
-        OSError: if the folder cannot be read.
+    Return the files, and the names of those that are no such files, each with the reason.
     """
     found, unknown = [], []
     with open_folder(folder) as opened:
@@ -139,14 +124,7 @@ def _statistics(content: Mapping[str, Any]) -> Statistics:
 
 
 class StatisticsFile:
-    """The file of this rank for one Buffer.
-
-    Args:
-        folder: Where it lies.
-        backend: Of the Buffer. It is not held.
-        rank: This rank.
-        num_ranks: Ranks of the Buffer.
-    """
+    """The file of this rank for one Buffer. It does not hold the backend."""
 
     def __init__(self, folder: Path, backend: Backend, rank: int, num_ranks: int) -> None:
         self._backend, self._rank, self._made_at = weakref.ref(backend), rank, time.monotonic()

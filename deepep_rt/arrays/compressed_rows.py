@@ -52,14 +52,9 @@ def compressed_row_bytes(hidden: int, compression: str) -> int:
 
 
 def compress(rows: np.ndarray, compression: str) -> np.ndarray:
-    """Compress rows.
+    """Compress `[n, hidden]` float32, `hidden` a multiple of 128, to `[n, compressed_row_bytes]` uint8.
 
-    Args:
-        rows: `[n, hidden]` float32, `hidden` a multiple of 128.
-        compression: One of `COMPRESSIONS`.
-
-    Returns:
-        `[n, compressed_row_bytes]` uint8. A group becomes NaN if one of its channels is NaN, infinite, or more than 1.75 * 2**127.
+    A group becomes NaN if one of its channels is NaN, infinite, or more than 1.75 * 2**127.
     """
     groups = np.ascontiguousarray(rows).reshape(len(rows), rows.shape[1] // FP8_GROUP, FP8_GROUP)
     scales, inverses = _scales(groups, compression)

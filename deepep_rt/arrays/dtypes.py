@@ -58,15 +58,12 @@ _SUBNORMALS_PER_UNIT = np.float32(2.0**9)
 
 
 def to_fp8(rows: np.ndarray, round_scale: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Scale each group of 128 channels and round it to e4m3fn.
+    """Scale each group of 128 channels of `[n, hidden]` float32, and round it to e4m3fn. Scales ignore NaN.
 
-    Args:
-        rows: `[n, hidden]` float32, `hidden` a multiple of 128. Scales ignore NaN.
-        round_scale: Make each scale the least power of two that lets its group fit.
+    With `round_scale`, each scale is the least power of two that lets its group fit.
 
-    Returns:
-        The codes of the FP8 numbers, `[n, hidden]` uint8, and the scales, `[n, hidden // 128]` float32. A channel is its FP8 number
-        times the scale of its group. A group with an infinity has an infinite scale, and its channels become NaN or 0.
+    Return the codes of the FP8 numbers, `[n, hidden]` uint8, and the scales, `[n, hidden // 128]` float32. A channel is its FP8 number
+    times the scale of its group. A group with an infinity has an infinite scale, and its channels become NaN or 0.
     """
     groups = rows.reshape(rows.shape[0], rows.shape[1] // FP8_GROUP, FP8_GROUP)
     with np.errstate(all="ignore"):  # the docstring says what infinities and NaN become

@@ -57,10 +57,8 @@ def of_event(event: Any) -> int:
 def _handle_of(value: Any, attribute: str, other_kind: str) -> int | None:
     """Return the integer handle of an object; None for arrays, objects of the other kind, and objects without a handle.
 
-    Args:
-        value: A number, or an object of a library.
-        attribute: The attribute of PyTorch's objects.
-        other_kind: A word in the class names of the other kind. Libraries use one attribute name for the handles of both kinds.
+    `attribute` is that of PyTorch's objects. Libraries use one attribute name for the handles of both kinds, so class names with
+    `other_kind` in them are refused.
     """
     if is_int_in_range(value, 0, _MAX_HANDLE):
         return int(value)
@@ -228,11 +226,7 @@ _singletons: dict[type[Framework], Framework] = {}
 
 
 def framework_of(array: Any, name: str) -> Framework:
-    """Return the framework of an array from its class, without an import.
-
-    Raises:
-        EPInputError: if `array` is neither an array of a known framework nor a DLPack array.
-    """
+    """Return the framework of an array from its class, without an import. Raise EPInputError for other classes without DLPack."""
     kind = type(array)
     if found := FRAMEWORK_OF_CLASS.get(kind):
         return found

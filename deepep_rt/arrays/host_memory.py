@@ -71,12 +71,9 @@ def from_float32(values: np.ndarray, dtype: str, rows: np.ndarray) -> None:
 
 
 def fp8_rows(x: View, round_scale: bool, use_ue8m0: bool) -> tuple[View, View]:
-    """Convert rows to float8_e4m3fn; return them and their scales.
+    """Convert rows of a type that combine takes to float8_e4m3fn; return them and their scales.
 
-    Args:
-        x: `[n, hidden]` of a type that combine takes.
-        round_scale: Make the scales powers of two.
-        use_ue8m0: Return such scales as their 8-bit exponents.
+    `round_scale` makes the scales powers of two. `use_ue8m0` returns such scales as their 8-bit exponents.
     """
     codes, factors = to_fp8(to_float32(rows_of(x), x.dtype), round_scale)
     if use_ue8m0:

@@ -99,15 +99,10 @@ class Framework:
     name = "dlpack"
 
     def view(self, array: Any, name: str, stream: int | None) -> View:
-        """Return an argument of a call as a View, without a copy.
+        """Return a row-major array, the argument `name` of a call, as a View without a copy.
 
-        Args:
-            array: A row-major array.
-            name: The argument's name, for error messages.
-            stream: The CUDA stream that will read the array. JAX and plain DLPack make it wait for the work that fills the array.
-
-        Raises:
-            EPInputError: if the dtype or the device is not supported, or the array is not contiguous.
+        `stream` will read the array. JAX and plain DLPack make it wait for the work that fills the array. Raise EPInputError if the dtype
+        or the device is not supported, or the array is not contiguous.
         """
         device_type, device_id = array.__dlpack_device__()
         on_gpu = device_type in (dlpack.CUDA, dlpack.CUDA_MANAGED)

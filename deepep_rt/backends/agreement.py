@@ -26,17 +26,7 @@ _DRIVER_FAILS = "the CUDA driver fails:"  # begins the reason if a GPU is there 
 
 
 def agree(comm: Communicator, config: Config, backend: str, on_exhausted: str, network: NetworkOptions | None = None) -> str:
-    """Compare the settings of all ranks, and choose one backend for all of them.
-
-    Args:
-        comm: What `creation_comm` returned.
-        config: Settings of this rank, as the others.
-        backend: "auto", "cuda" or "host".
-        on_exhausted: "copy" or "error".
-        network: What NVSHMEM starts with, or None.
-
-    Returns:
-        "cuda" or "host".
+    """Compare the settings of all ranks, and choose "cuda" or "host" for all of them. `comm` is what `creation_comm` returned.
 
     Raises:
         EPConfigError: on every rank, if a setting differs between ranks, or is wrong on one. It names the setting, ranks and values.
@@ -66,16 +56,7 @@ def _check_same(settings: Sequence[dict[str, Any]]) -> None:
 
 
 def _choose_backend(backend: str, reasons: dict[int, str], num_ranks: int) -> str:
-    """Choose "cuda" or "host".
-
-    Args:
-        backend: The backend that all ranks asked for.
-        reasons: Why ranks cannot use a GPU, by rank.
-        num_ranks: Ranks of the Buffer.
-
-    Raises:
-        EPUnavailableError: if a GPU is missing or does not work.
-    """
+    """Choose "cuda" or "host". `reasons` has the ranks without a usable GPU. Raise EPUnavailableError if one is needed."""
     if backend == "cuda" and reasons:
         rank, reason = next(iter(reasons.items()))
         raise EPUnavailableError(f"backend='cuda', but rank {rank} cannot use a GPU: {reason}")

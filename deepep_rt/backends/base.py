@@ -100,8 +100,7 @@ class Backend(Protocol):
     def counters(self, during_capture: bool = False) -> Counters:
         """Return what `Buffer.statistics` tells of a Buffer with `config.statistics`. Any thread may call it, also after `destroy`.
 
-        Args:
-            during_capture: Whether it is allowed while the stream of the last call is captured in a CUDA graph.
+        `during_capture` allows it while the stream of the last call is captured in a CUDA graph.
         """
 
     def copy(self, source: int, out: View, stream: int | None) -> None:
@@ -167,21 +166,13 @@ class HandleTables(Protocol):
 
 @dataclass(frozen=True)
 class Entries:
-    """Tokens that arrived in a low-latency dispatch, one in each line of a table of int32.
+    """Tokens that arrived in a low-latency dispatch, one in each line of a table of int32."""
 
-    Attributes:
-        words: `[lines, columns]` int32.
-        num_entries: `[1]` int32: lines that are filled.
-        source: The column of the source rank.
-        token: The column of the token's number there.
-        rows: The columns of its rows, expert by expert; -1 or less: none.
-    """
-
-    words: View
-    num_entries: View
-    source: int
-    token: int
-    rows: slice
+    words: View  # [lines, columns] int32
+    num_entries: View  # [1] int32: lines that are filled
+    source: int  # the column of the source rank
+    token: int  # the column of the token's number there
+    rows: slice  # the columns of its rows, expert by expert; -1 or less: none
 
 
 @dataclass(slots=True)

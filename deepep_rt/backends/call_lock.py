@@ -15,10 +15,8 @@ from ..errors import EPDestroyedError, EPInputError, EPTimeoutError
 class CallLock:
     """Hold this lock during a call; a second call meanwhile is refused, from any thread.
 
-    The order of two calls that overlap is chance, and differs between ranks. So the second one raises instead of waiting.
-
-    Args:
-        context: Entered and left with the lock, such as the Buffer's CUDA context.
+    The order of two calls that overlap is chance, and differs between ranks. So the second one raises instead of waiting. `context`, such
+    as the Buffer's CUDA context, is entered and left with the lock.
     """
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:

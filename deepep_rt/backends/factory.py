@@ -19,15 +19,7 @@ from .path_choice import agree_on_path, describe, usual_rates
 def make_backend(
     comm: Communicator, config: Config, backend: str, serial: int, on_exhausted: str, network: NetworkOptions | None
 ) -> Backend:
-    """Agree with all ranks on one backend, and make it. Collective.
-
-    Args:
-        comm: The ranks of the Buffer.
-        config: The sizes. The backend's own `info.config` also says which ranks share a node.
-        backend: "auto", "cuda" or "host".
-        serial: The Buffer's number in this process.
-        on_exhausted: "copy" or "error".
-        network: What NVSHMEM starts with, or None.
+    """Agree with all ranks on one backend, and make it. Collective. Its own `info.config` also says which ranks share a node.
 
     Raises:
         EPConfigError: On every rank, if settings differ or cannot be met.

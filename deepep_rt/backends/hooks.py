@@ -58,12 +58,7 @@ class HookQueue:
     """The open calls of one kind, oldest first.
 
     An exception may take the caller past a hook. The next call or hook then runs the lost hook in its place, because the other ranks have
-    made that call too.
-
-    Args:
-        limit: How many calls may be open (the buffer's `num_slots`).
-        name: The call's name, for messages.
-        call_lock: Held while a hook runs, which is half a call.
+    made that call too. `call_lock` is held while a hook runs, which is half a call.
     """
 
     def __init__(self, limit: int, name: str, call_lock: AbstractContextManager[Any]) -> None:
@@ -88,11 +83,9 @@ class HookQueue:
             raise EPInputError(f"{action}: hooks of {self.name} are open ({len(self._open)}); call them first")
 
     def append(self, receive: Callable[[], None], current_capture: Callable[[], int | None] = lambda: None) -> Hook:
-        """Record a call that was made, and return its hook.
+        """Record a call that was made, and return its hook. `receive` runs the receiving half. It must not hold the hook.
 
-        Args:
-            receive: Runs the receiving half. It must not hold the hook.
-            current_capture: Returns the number of the CUDA graph capture of the call's stream, or None.
+        `current_capture` returns the number of the CUDA graph capture of the call's stream, or None.
         """
         hook = Hook(self, HookState())
         self._open.append(_OpenCall(weakref.ref(hook), receive, hook.state, current_capture, current_capture()))
@@ -135,12 +128,7 @@ class HookQueue:
 
 
 class Hooks:
-    """The hooks of a Buffer's low-latency calls.
-
-    Args:
-        limit: As of `HookQueue`.
-        call_lock: As of `HookQueue`.
-    """
+    """The hooks of a Buffer's low-latency calls. The arguments are those of `HookQueue`."""
 
     def __init__(self, limit: int, call_lock: AbstractContextManager[Any]) -> None:
         self.dispatch = HookQueue(limit, "low_latency_dispatch", call_lock)
@@ -153,11 +141,7 @@ class Hooks:
 
 
 class OwnHooks:
-    """The hooks of one prepared call. Its dispatches share memory, and so do its combines, so at most one of each kind may be open.
-
-    Args:
-        hooks: Of the Buffer.
-    """
+    """The hooks of one prepared call. Its dispatches share memory, and so do its combines, so at most one of each kind may be open."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
@@ -191,12 +175,7 @@ def check_hook_called(state: HookState | None) -> None:
 
 
 class OrdinaryThroughput:
-    """See `base.PreparedCalls`. Each result has memory of its own.
-
-    Args:
-        backend: Makes the calls.
-        preparation: Their arguments.
-    """
+    """See `base.PreparedCalls`. Each result has memory of its own."""
 
     def __init__(self, backend: Backend, preparation: ThroughputPreparation) -> None:
         self._backend, self._given = backend, preparation
@@ -217,13 +196,7 @@ class OrdinaryThroughput:
 
 
 class OrdinaryLowLatency:
-    """See `base.PreparedCalls`. Each result has memory of its own.
-
-    Args:
-        backend: Makes the calls.
-        preparation: Their arguments.
-        hooks: The open hooks of the Buffer.
-    """
+    """See `base.PreparedCalls`. Each result has memory of its own."""
 
     def __init__(self, backend: Backend, preparation: LowLatencyPreparation, hooks: Hooks) -> None:
         self._backend, self._given, self._own_hooks = backend, preparation, OwnHooks(hooks)

@@ -126,7 +126,7 @@ def dispatch_inputs(
     if num_worst_tokens is not None:
         num_worst_tokens = check_worst(config, num_worst_tokens, layout, expert_alignment, handle)
     if handle is not None:
-        _check_known_routing(info, rows, handle, num_worst_tokens)
+        _check_known_routing(rows, handle, num_worst_tokens)
     idx = weights = None
     if topk_idx is not None:
         idx = as_view(info, topk_idx, "topk_idx", stream, (num_tokens, config.num_topk), ("int32", "int64"))
@@ -219,7 +219,7 @@ def check_worst(
     return whole_number(num_worst_tokens, "num_worst_tokens", 0, most, remedy=remedy)
 
 
-def _check_known_routing(info: BufferInfo, rows: View, handle: DispatchHandle, num_worst_tokens: int | None) -> None:
+def _check_known_routing(rows: View, handle: DispatchHandle, num_worst_tokens: int | None) -> None:
     if rows.shape[0] != handle.num_tokens:
         raise EPInputError(
             f"x.shape={list(rows.shape)}; expected {handle.num_tokens} tokens, as the handle has. Pass as many, or leave out the handle"

@@ -32,8 +32,7 @@ PreparedTexts = tuple[str, Callable[[View], str]]
 def annotator() -> Annotate | None:
     """Return what makes a range of a text if a profiler listens or the user asks for ranges, and otherwise None.
 
-    Raises:
-        EPConfigError: If the user asks for ranges, and the package nvtx is missing.
+    Raise EPConfigError if the user asks for ranges, and the package nvtx is missing.
     """
     wanted = _env.nvtx()
     if wanted == "0":

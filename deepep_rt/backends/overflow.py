@@ -12,10 +12,7 @@ _log = logging.getLogger("deepep_rt")
 def too_many_rows(rank: int, num_recv: int, room: int) -> EPOutOfMemoryError:
     """Make the error of all ranks about a dispatch over several nodes that would bring more rows to `rank` than it has memory for.
 
-    Args:
-        rank: The rank.
-        num_recv: The rows.
-        room: `num_max_recv_tokens`. If the rows are no more, earlier results take the memory for them.
+    `room` is `num_max_recv_tokens`. If the rows are no more, earlier results take the memory for them.
     """
     if num_recv <= room:
         return EPOutOfMemoryError(
@@ -31,11 +28,7 @@ def too_many_rows(rank: int, num_recv: int, room: int) -> EPOutOfMemoryError:
 
 
 class OverflowLog:
-    """Log the first overflow of a Buffer as a warning. Later ones show only in the counts of each call.
-
-    Args:
-        rank: This rank, which the warning names.
-    """
+    """Log the first overflow of a Buffer as a warning. Later ones show only in the counts of each call."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._has_warned = rank, False

@@ -36,17 +36,11 @@ _LINE_SHARE = 0.86  # of a NIC's line rate, that rows reach
 
 
 class Traffic(NamedTuple):
-    """The places that one token is expected to reach. Places count once, however many of the token's experts they hold.
+    """The places that one token is expected to reach. Places count once, however many of the token's experts they hold."""
 
-    Attributes:
-        nodes: Nodes, the token's own node included if it holds an expert of the token.
-        ranks: Ranks, the token's own rank included.
-        num_nodes: Nodes of the job.
-    """
-
-    nodes: float
-    ranks: float
-    num_nodes: int
+    nodes: float  # the token's own node included if it holds an expert of the token
+    ranks: float  # the token's own rank included
+    num_nodes: int  # of the job
 
     @property
     def far_nodes(self) -> float:
@@ -66,20 +60,9 @@ class Traffic(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def expected_traffic(num_nodes: int, node_size: int, num_topk: int, num_experts: int, num_groups: int | None = None) -> Traffic:
-    """Compute the expected numbers of nodes and ranks that a token goes to.
+    """Compute the expected numbers of nodes and ranks that a token goes to. `num_groups` limits the nodes of a token.
 
-    Args:
-        num_nodes: Nodes of the job.
-        node_size: Ranks of a node.
-        num_topk: Experts of a token.
-        num_experts: Experts over all ranks, a multiple of the ranks.
-        num_groups: Most nodes that a token may go to. Default: all of them.
-
-    Returns:
-        The expected numbers.
-
-    Raises:
-        EPConfigError: if the experts cannot be divided by the ranks, or if there are too few of them for a token.
+    Raise EPConfigError if the experts cannot be divided by the ranks, or if there are too few of them for a token.
 
     Example:
         >>> traffic = expected_traffic(2, 8, num_topk=8, num_experts=256)
@@ -159,12 +142,9 @@ def _parse_rates(document: dict[str, Any]) -> LinkRates:
 
 
 def usual_rates(transport: str, num_hosts: int, line_rate: float = 0.0) -> LinkRates:
-    """Return the rates to expect of links that nothing was measured on.
+    """Return the rates to expect of links that nothing was measured on. `line_rate` is that of a NIC's port, or 0 if it is not known.
 
-    Args:
-        transport: "nvshmem" or "mpi".
-        num_hosts: Hosts that hold the ranks. With one host, nodes are declared, and no NIC is between them.
-        line_rate: Bytes a second of a NIC's port, or 0 if it is not known.
+    With one host, nodes are declared, and no NIC is between them.
     """
     far = _FAR_BYTES_PER_S[transport]
     if num_hosts == 1:
@@ -202,13 +182,7 @@ def call_times(config: Config, rates: LinkRates) -> dict[str, float]:
 
 
 def choose_path(config: Config, rates: LinkRates, origin: str) -> Choice:
-    """Choose the path of a Buffer with several nodes.
-
-    Args:
-        config: Its sizes, and the path that the caller asked for.
-        rates: Rates of the links.
-        origin: The origin of the rates, in words, for the reason.
-    """
+    """Choose the path of a Buffer with several nodes. The reason names `origin`, the origin of the rates in words."""
     if config.path != "auto":
         return Choice(config.path, f"path={config.path!r} was passed")
     if config.node_size == 1:
@@ -233,7 +207,8 @@ def agree_on_path(
 ) -> AgreedPath:
     """Let rank 0 choose the path of a Buffer with several nodes. Collective.
 
-    Rates are measured once for a topology and kept on disk. `DEEPEP_RT_REMEASURE=1` on rank 0 measures them again.
+    Rates are measured once for a topology and kept on disk. `DEEPEP_RT_REMEASURE=1` on rank 0 measures them again. If the variable is wrong
+    there, every rank raises EPConfigError.
 
     Args:
         comm: The ranks.
@@ -241,10 +216,6 @@ def agree_on_path(
         topology: Everything that the rates depend on, as values that JSON can hold.
         usual: The rates to assume without a measurement.
         measure: Measures the rates. None: the ranks cannot measure now, but may have saved rates.
-
-    Raises:
-        EPConfigError: on every rank, if the variable is wrong on rank 0.
-        EPTimeoutError: if a rank does not come.
     """
     rates, origin, is_first = None, "nothing was measured; these are usual rates", comm.Get_rank() == 0
     if config.path == "auto" and config.node_size > 1:

@@ -35,13 +35,7 @@ class Purposes:
             self.current = before
 
     def note_launches(self, epoch: str, first: int, last: int) -> None:
-        """Note the launches of the current call, for errors that come later.
-
-        Args:
-            epoch: Which epoch they advance.
-            first: The number of the first launch among those that advance it.
-            last: That of the last launch.
-        """
+        """Note the launches of the current call, numbers `first` to `last` of those that advance `epoch`, for errors that come later."""
         self.newest = self.current
         if self.current:
             self._launches.append((epoch, first, last, self.current))

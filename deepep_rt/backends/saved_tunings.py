@@ -53,12 +53,7 @@ FILES = SavedFiles("tunings", "stored tunings", "buffer", _FIELDS)
 
 
 def key_of(config: Config, gpus: Sequence[str]) -> dict[str, Any]:
-    """Return everything that a choice depends on.
-
-    Args:
-        config: The sizes of the Buffer, with the path between its nodes.
-        gpus: Name and target of each rank's GPU.
-    """
+    """Return everything that a choice depends on: sizes, the path between nodes, and name and target of each rank's GPU."""
     return {
         **{name: getattr(config, name) for name in _SIZES},
         "ranks_per_node": config.node_size,

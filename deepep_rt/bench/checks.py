@@ -100,8 +100,7 @@ NUMERAL = matching(r"[1-9][0-9]{0,8}", "a whole number from 1 to 999999999 as a 
 def check(value: Any, expected: Any, where: str) -> None:
     """Check a value by a table: a `Kind`, `Fields`, `Names`, `Either`, or a list of one of them for lists of at least one item.
 
-    Raises:
-        InvalidValue: if it differs. The message names its place.
+    Raise InvalidValue, which names the place, if it differs.
     """
     if isinstance(expected, Either):
         check(value, expected.first if isinstance(value, expected.is_first) else expected.second, where)

@@ -27,20 +27,8 @@ def check_sums(
 ) -> None:
     """Compare the sums of some tokens with those of `arrays.compressed_rows` on this host, bit for bit. Collective.
 
-    Each rank returns the rows that it received, so all terms of a sum are the token's own row.
-
-    Args:
-        comm: The ranks.
-        machine: This rank's GPU, or none.
-        buffer: The Buffer to check.
-        work: One of `WORKS`.
-        x: `[num_tokens, hidden]` bfloat16, the rows of this rank's tokens.
-        topk_idx: Their experts.
-        recv_x: The rows that this rank received.
-        handle: The handle of their dispatch.
-
-    Raises:
-        EPError: on all ranks, if a bit of a rank differs.
+    Each rank returns the rows that it received, so all terms of a sum are the token's own row. `x` is bfloat16, and `handle` is of the
+    dispatch of its rows. Raise EPError on all ranks, if a bit of a rank differs.
     """
     compression, num_checked = WORKS[work], min(len(x), _MOST_CHECKED)
     got = machine.download(buffer.combine(recv_x, handle, compress=compression).x.view(np.uint16)[:num_checked])

@@ -95,14 +95,9 @@ def throughput(result: Mapping[str, Any], references: Iterable[Reference] = ()) 
 def _bandwidth(
     result: Mapping[str, Any], rows: Sequence[Row], references: Sequence[Reference], work: str, over: str
 ) -> list[Line]:
-    """Make the lines of a panel of throughput.
+    """Make the lines of a panel of throughput. `rows` are those of this panel, of all works. `work` is without the routing.
 
-    Args:
-        result: The result.
-        rows: Its rows of this panel, of all works.
-        references: Figures to compare with.
-        work: The work of this panel, without the routing.
-        over: What differs between the points of a line: "sms" or "tokens".
+    `over` is what differs between the points of a line: "sms" or "tokens".
     """
     sizes = Sizes.of(result)
     alone = sizes.num_ranks == 1  # no bytes cross a link

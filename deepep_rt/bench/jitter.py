@@ -70,16 +70,9 @@ def summarise(experts: int, tokens: int, us: np.ndarray) -> Row:
 def run(
     comm: Intracomm, settings: low_latency.Settings, experts: Sequence[int], step: Callable[[str], None] = lambda doing: None
 ) -> dict[str, Any] | None:
-    """Measure on all ranks.
+    """Measure on all ranks with each of `experts`, numbers over all ranks. Return the result for JSON on rank 0, and None on the others.
 
-    Args:
-        comm: The ranks.
-        settings: The settings, except for the number of experts.
-        experts: Numbers of experts over all ranks.
-        step: Called with a description before each measurement.
-
-    Returns:
-        The result for JSON on rank 0. None on the others.
+    `step` is called with a description before each measurement.
     """
     machine = Machine(comm, settings.backend)
     stream = timing.bench_stream(machine.on_gpu)

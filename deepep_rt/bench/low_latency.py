@@ -40,33 +40,19 @@ _QUEUED = 50  # replays in a GPU's queue
 
 @dataclass(kw_only=True)
 class Settings(program.Settings):
-    """The settings of this benchmark.
+    """The settings of this benchmark."""
 
-    Args:
-        tokens: Numbers of tokens of each rank.
-        sms: `low_latency_sms`. None: the library's default.
-        ranks_per_node: Ranks that NVLink connects. The others are reached through NVSHMEM.
-        on_timeout: As in `Buffer`.
-        bf16: Dispatch bfloat16 rows instead of FP8.
-        replays: Steps that are timed.
-        chain: Calls in a captured chain.
-        loops: Loops of calls without a graph.
-        calls: Calls in such a loop.
-        repeats: Repeats of the other measurements.
-        host_calls: Calls for the time of the host.
-    """
-
-    tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    sms: int | None = None
-    ranks_per_node: int | None = None
+    tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of tokens of each rank
+    sms: int | None = None  # `low_latency_sms`. None: the library's default
+    ranks_per_node: int | None = None  # ranks that NVLink connects. The others are reached through NVSHMEM
     on_timeout: str = "raise"
-    bf16: bool = False
-    replays: int = 1000
-    chain: int = 10
-    loops: int = 5
-    calls: int = 50
-    repeats: int = 30
-    host_calls: int = 100
+    bf16: bool = False  # dispatch bfloat16 rows instead of FP8
+    replays: int = 1000  # steps that are timed
+    chain: int = 10  # calls in a captured chain
+    loops: int = 5  # of calls without a graph
+    calls: int = 50  # in such a loop
+    repeats: int = 30  # of the other measurements
+    host_calls: int = 100  # calls for the time of the host
 
     def __post_init__(self) -> None:
         if self.quick:

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 class Machine:
-    """One rank's GPU, or no GPU (backend "host").
-
-    Raises:
-        EPUnavailableError: if there is no GPU.
-    """
+    """One rank's GPU, or no GPU (backend "host"). Raise EPUnavailableError if there is no GPU."""
 
     def __init__(self, comm: Intracomm, backend: str) -> None:
         self.on_gpu, self._comm = backend == "cuda", comm

@@ -21,8 +21,7 @@ _NUM_SETS = 2  # calls alternate between inputs, as those of the Buffer do
 def started(comm: Intracomm, on_gpu: bool) -> Iterator[None]:
     """Start NCCL over all ranks for the block. The current GPU is that of CuPy. Collective.
 
-    Raises:
-        EPUnavailableError: on all ranks, if one of them cannot use NCCL. The message says why.
+    Raise EPUnavailableError on all ranks, with the reason, if one of them cannot use NCCL.
     """
     ranks_on_host = communicator_of(comm).ranks_on_host()
     reasons = comm.allgather(_why_not(len(ranks_on_host), on_gpu))

@@ -21,15 +21,9 @@ HOST = (
 
 
 def write(results: Sequence[Mapping[str, Any]], references: Sequence[Reference], folder: Path) -> Path:
-    """Write `report.md` and its pictures.
+    """Write `report.md` and its pictures into an existing folder. Return the path of the report.
 
-    Args:
-        results: Results of `results.read` or of a run. Each gets a section and a picture.
-        references: Figures to compare with.
-        folder: The folder for the files. It exists.
-
-    Returns:
-        The path of the report.
+    Each result of `results.read` or of a run gets a section and a picture. `references` are figures to compare with.
     """
     drawn: Counter[str] = Counter()
     sections = ["# deepep_rt bench\n"]
@@ -51,13 +45,7 @@ def picture(result: Mapping[str, Any], references: Sequence[Reference]) -> Figur
 
 
 def section(result: Mapping[str, Any], references: Sequence[Reference], picture_file: str) -> str:
-    """Write the Markdown of a result.
-
-    Args:
-        result: As for `write`.
-        references: As for `write`.
-        picture_file: The file of the picture, relative to the report.
-    """
+    """Write the Markdown of a result. `picture_file` is the file of the picture, relative to the report."""
     is_low_latency, used = bool(low_latency_rows(result)), [reference for reference in references if is_shown(result, reference)]
     name, alt = ("Low latency", "Latency by tokens") if is_low_latency else ("Throughput", "Bandwidth")
     commit = (result["commit"].get("id") or "unknown")[:12] + (", with changes" if result["commit"].get("dirty") else "")

@@ -23,25 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Settings:
-    """The settings of every benchmark.
+    """The settings of every benchmark."""
 
-    Args:
-        backend: "cuda" or "host".
-        hidden: Elements of a row.
-        topk: Experts of a token.
-        experts: Experts over all ranks.
-        seed: Seed of the random rows and routing.
-        quick: Make a few calls of each type only, as a trial.
-        commit: The commit to record where the package is not in a git checkout.
-    """
-
-    backend: str = "cuda"
-    hidden: int = 7168
-    topk: int = 8
-    experts: int = 256
-    seed: int = 0
-    quick: bool = False
-    commit: str | None = None
+    backend: str = "cuda"  # "cuda" or "host"
+    hidden: int = 7168  # elements of a row
+    topk: int = 8  # experts of a token
+    experts: int = 256  # over all ranks
+    seed: int = 0  # of the random rows and routing
+    quick: bool = False  # make a few calls of each type only, as a trial
+    commit: str | None = None  # to record where the package is not in a git checkout
 
     def described(self, boundary: str) -> dict[str, Any]:
         """Describe the measurement for the result file."""
@@ -56,9 +46,7 @@ _Settings = TypeVar("_Settings", bound=Settings)
 def parser(description: str | None, *, compares: bool = True) -> argparse.ArgumentParser:
     """Make a parser with the options of every benchmark. Each benchmark adds its options.
 
-    Args:
-        description: The help text.
-        compares: Whether results compare with those of files (`--compare`).
+    `compares` says whether results compare with those of files (`--compare`).
     """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--backend", choices=("cuda", "host"), default=Settings.backend)
@@ -92,15 +80,7 @@ def run_program(
     run: Callable[[Intracomm, _Settings], dict[str, Any] | None],
     show: Callable[[dict[str, Any], list[Reference]], None] = print_result,
 ) -> None:
-    """Measure, print, write and compare. After an EPError, rank 0 prints its message, and the exit status is 1.
-
-    Args:
-        comm: The ranks.
-        args: The command line.
-        settings: The class of settings.
-        run: Measures with the settings on all ranks.
-        show: Prints a result and its comparisons with references.
-    """
+    """Measure on all ranks, print with `show`, write and compare. After an EPError, rank 0 prints its message, and the exit status is 1."""
     try:
         with fail_together(comm) as ranks, _env.without_tunings():
             references = load(args.compare) if args.compare else []

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def need(*libraries: str) -> None:
-    """Check that libraries can be imported.
-
-    Raises:
-        EPUnavailableError: if one cannot. The message has the command that installs it.
-    """
+    """Check that libraries can be imported. Raise EPUnavailableError with the command that installs a missing one."""
     for name in libraries:
         try:
             importlib.import_module(name)
@@ -34,11 +30,7 @@ def need(*libraries: str) -> None:
 
 
 def world() -> Intracomm:
-    """Return the ranks of this mpirun.
-
-    Raises:
-        EPUnavailableError: if MPI does not load.
-    """
+    """Return the ranks of this mpirun. Raise EPUnavailableError if MPI does not load."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -52,14 +44,8 @@ def world() -> Intracomm:
 def check_writable(comm: Intracomm | None, path: Path, option: str, *, is_file: bool = False) -> None:
     """Check that rank 0 can write a file, or into a folder. Create folders. Call it before the ranks measure.
 
-    Args:
-        comm: The ranks. None: only this process.
-        path: The file or folder.
-        option: The option of the command line that chose it.
-        is_file: Whether `path` is a file, which need not exist. Otherwise it is a folder.
-
-    Raises:
-        EPConfigError: if rank 0 cannot write to it, on all ranks.
+    `comm` is None for this process alone. `option` of the command line chose the path. A file need not exist. Raise EPConfigError on all
+    ranks, if rank 0 cannot write to it.
     """
     error, folder = None, path.parent if is_file else path
     if comm is None or comm.rank == 0:

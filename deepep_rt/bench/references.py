@@ -61,8 +61,7 @@ _FILE = Fields(
 def load(path: Path) -> list[Reference]:
     """Read figures to compare with: a result of these benchmarks, or a file of references (`bench/reference/*.json`).
 
-    Raises:
-        EPConfigError: if the file cannot be read or is of another type.
+    Raise EPConfigError if the file cannot be read or is of another type.
     """
     found = read_json(path)
     if "rows" in found:

@@ -172,11 +172,7 @@ _LOW_LATENCY = {
 
 
 def check_result(found: dict[str, Any]) -> None:
-    """Check the contents of a result file.
-
-    Raises:
-        InvalidValue: if they are not a result of the benchmarks.
-    """
+    """Check the contents of a result file. Raise InvalidValue if they are not a result of the benchmarks."""
     plain(found, "file")
     rows, settings = found.get("rows"), found.get("settings")
     is_throughput = isinstance(rows, list) and any(isinstance(row, dict) and "work" in row for row in rows)
@@ -213,11 +209,8 @@ def document(
 ) -> dict[str, Any]:
     """Make the contents of a result file. It has all data that a reader needs to repeat the measurement.
 
-    Args:
-        rows: The measurements.
-        ceilings: For each number of SMs what `Buffer.copy_ceilings` returned.
-        settings: The machine and the settings.
-        commit: The commit of the code, if the package is not in a git checkout.
+    `ceilings` has for each number of SMs what `Buffer.copy_ceilings` returned. `settings` are of the machine too. `commit` is that of the
+    code, if the package is not in a git checkout.
     """
     return {
         **provenance(commit),
@@ -253,11 +246,7 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a result file.
-
-    Raises:
-        EPConfigError: if it cannot be read or is not a result of these benchmarks.
-    """
+    """Read a result file. Raise EPConfigError if it cannot be read or is not a result of these benchmarks."""
     found = read_json(path)
     try:
         check_result(found)
@@ -267,11 +256,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        EPConfigError: if it cannot be read or is not an object.
-    """
+    """Read a JSON object from a file. Raise EPConfigError if it cannot be read or is not an object."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not text, not JSON, or a number of too many digits

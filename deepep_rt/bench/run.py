@@ -44,14 +44,8 @@ def measure(
 ) -> None:
     """Run benchmarks on all ranks of the current mpirun, and write results and a report with pictures. Rank 0 prints.
 
-    Args:
-        what: "throughput", "low-latency", "all" (these two), or "jitter" (a table without comparisons).
-        out: Folder for the files. It is created if it does not exist. Default: `bench-` and the time, in the current folder.
-        compare: Results or references to compare with.
-        quick: Make a few calls of each type only.
-        backend: As in `Buffer`.
-        sizes: Sizes of the problem.
-        commit: The commit to record where the package is not in a git checkout.
+    `what` is "throughput", "low-latency", "all" (these two), or "jitter" (a table without comparisons). The folder `out` is created if it
+    does not exist. Default: `bench-` and the time, in the current folder.
 
     Raises:
         EPConfigError: if an argument is wrong, or a file cannot be read.
@@ -184,10 +178,7 @@ def _jitter(comm: Intracomm, common: dict[str, Any], sizes: AskedSizes) -> tuple
 
 @contextmanager
 def _progress(name: str, total: int, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show progress on standard error: a bar on a terminal, otherwise a line for each tenth.
-
-    Yield the function that the caller calls before each step.
-    """
+    """Show progress on standard error: a bar on a terminal, otherwise a line for each tenth. Yield what to call before each step."""
     console = Console(stderr=True, force_terminal=_ends_on_a_terminal() or None, highlight=False, quiet=quiet)
     columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     # The bar is drawn between measurements only, because a thread that redraws would disturb the timed calls.

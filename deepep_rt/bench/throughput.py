@@ -57,30 +57,17 @@ NUM_SETS = 2  # calls alternate between the inputs, so that the L2 cache does no
 
 @dataclass(kw_only=True)
 class Settings(program.Settings):
-    """The settings of this benchmark.
+    """The settings of this benchmark."""
 
-    Args:
-        tokens: Numbers of tokens of each rank.
-        sms: Numbers of SMs.
-        calls: Calls in a loop.
-        repeats: Loops. The result is their median.
-        warmup: Calls before the first loop.
-        nccl: Measure NCCL's all-to-all too.
-        ranks_per_node: Ranks that NVLink connects, as for `Buffer`. The copy ceiling is then that of puts to other nodes.
-        path: The way of rows between nodes, as for `Buffer`.
-        transport: What carries rows between nodes, as for `NetworkOptions`.
-        works: The works to measure, of `WORKS`.
-    """
-
-    tokens: tuple[int, ...] = (4096, 8192)
+    tokens: tuple[int, ...] = (4096, 8192)  # numbers of tokens of each rank
     sms: tuple[int, ...] = (8, 16, 24, 32, 64)
-    calls: int = 20
-    repeats: int = 11
-    warmup: int = 5
-    nccl: bool = False
-    ranks_per_node: int | None = None
-    path: str = "auto"
-    transport: str = "auto"
+    calls: int = 20  # in a loop
+    repeats: int = 11  # loops. The result is their median
+    warmup: int = 5  # calls before the first loop
+    nccl: bool = False  # measure NCCL's all-to-all too
+    ranks_per_node: int | None = None  # as for `Buffer`. The copy ceiling is then that of puts to other nodes
+    path: str = "auto"  # as for `Buffer`
+    transport: str = "auto"  # as for `NetworkOptions`
     works: tuple[str, ...] = WORKS
 
     def __post_init__(self) -> None:
@@ -91,11 +78,7 @@ class Settings(program.Settings):
 
 
 def works(text: str) -> tuple[str, ...]:
-    """Parse the works of an option.
-
-    Raises:
-        argparse.ArgumentTypeError: if one of them does not exist.
-    """
+    """Parse the works of an option. Raise argparse.ArgumentTypeError if one of them does not exist."""
     names = tuple(text.split(","))
     for name in names:
         if name not in WORKS:
@@ -136,12 +119,9 @@ class Inputs:
 
 
 def num_crossings(ranks: np.ndarray, own: int, config: Config) -> int:
-    """Count the rows that leave a rank: on one node those for other ranks, with several nodes those for other nodes.
+    """Count the rows that leave the rank `own`: on one node those for other ranks, with several nodes those for other nodes.
 
-    Args:
-        ranks: `[num_tokens, num_topk]`, the rank of each choice.
-        own: The rank that sends.
-        config: The Buffer's. On the hierarchical path a token crosses once for each node, otherwise once for each rank.
+    `ranks` is the rank of each choice. On the hierarchical path a token crosses once for each node, otherwise once for each rank.
     """
     is_far = ranks // config.node_size != own // config.node_size if config.has_network else ranks != own
     places = ranks // config.node_size if config.has_network and config.path == "hierarchical" else ranks
@@ -313,15 +293,9 @@ class Bench:
 
 
 def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambda doing: None) -> dict[str, Any] | None:
-    """Measure. Collective.
+    """Measure. Collective. Return the contents of the result file (`results.document`) on rank 0, and None on the others.
 
-    Args:
-        comm: The ranks.
-        settings: The settings.
-        step: Called with a description before each of `num_steps(settings)` measurements.
-
-    Returns:
-        The contents of the result file (`results.document`) on rank 0. None on the others.
+    `step` is called with a description before each of `num_steps(settings)` measurements.
     """
     bench = Bench(comm, settings, step)
     ceilings, rows = {}, []

@@ -41,13 +41,10 @@ class CudaClock:
         self._cuda = cupy.cuda
 
     def loop(self, call: Callable[[int], Any], num_calls: int, starts_with: Intracomm | None = None) -> float:
-        """Make calls in a loop. Return the mean seconds of one.
+        """Make calls in a loop. Return the mean seconds of one. `call` receives its number.
 
-        Args:
-            call: Receives its number. With `starts_with`, it must not wait for the GPU.
-            num_calls: The calls in the loop.
-            starts_with: Ranks whose GPUs begin together, once every host has queued its loop. The hosts then take no part in the time. One
-                more call comes before the loop, and brings the ranks together.
+        `starts_with` are ranks whose GPUs begin together, once every host has queued its loop. The hosts then take no part in the time, and
+        `call` must not wait for the GPU. One more call comes before the loop, and brings the ranks together.
         """
         start, end = self._cuda.Event(), self._cuda.Event()
         with queued(self._cuda.get_current_stream().ptr) if starts_with else contextlib.nullcontext():

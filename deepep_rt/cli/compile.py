@@ -112,13 +112,7 @@ def targets_of(archs: list[str] | None) -> list[str]:
 def kernels_of(config: Config, transport: str, combine_dtypes: list[str] | None) -> list[tuple[Config, Kernel, str | None]]:
     """List the kernels that a Buffer can need, with its sizes: for each transport and path that "auto" may choose.
 
-    Args:
-        config: The sizes of the Buffer.
-        transport: As for `NetworkOptions`.
-        combine_dtypes: Element types of combine.
-
-    Raises:
-        EPConfigError: if `transport` or an element type is not one of those that exist.
+    Raise EPConfigError if `transport` or an element type of combine is not one of those that exist.
     """
     choice(transport, "--transport", TRANSPORTS, error=EPConfigError)
     if not config.has_network:

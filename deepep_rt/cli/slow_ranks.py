@@ -20,31 +20,18 @@ STALE_S = 10.0
 
 @dataclass(frozen=True)
 class RankRates:
-    """What one rank did over an interval.
-
-    Attributes:
-        rank: The rank.
-        host: Its host.
-        state: "runs", "destroyed", or "silent": its file is not written any more.
-        age_s: Seconds since its file was written.
-        seconds: Length of the interval.
-        calls_per_s: Calls by kind.
-        sent_bytes_per_s: Bytes of rows that it sent.
-        received_bytes_per_s: Bytes of rows that arrived.
-        wait_shares: The part of the interval that it waited for each rank, 0 to 1.
-        last: Its numbers at the end of the interval.
-    """
+    """What one rank did over an interval."""
 
     rank: int
     host: str
-    state: str
-    age_s: float
-    seconds: float
-    calls_per_s: dict[str, float]
-    sent_bytes_per_s: float
-    received_bytes_per_s: float
-    wait_shares: tuple[float, ...]
-    last: Statistics
+    state: str  # "runs", "destroyed", or "silent": its file is not written any more
+    age_s: float  # seconds since its file was written
+    seconds: float  # length of the interval
+    calls_per_s: dict[str, float]  # by kind
+    sent_bytes_per_s: float  # of rows
+    received_bytes_per_s: float  # of rows
+    wait_shares: tuple[float, ...]  # the part of the interval that it waited for each rank, 0 to 1
+    last: Statistics  # its numbers at the end of the interval
 
 
 @dataclass(frozen=True)
@@ -106,14 +93,10 @@ def rates_of(snapshot: Snapshot, time_now: float) -> RankRates:
 
 
 def judge(rates: Sequence[RankRates], num_ranks: int) -> Verdict:
-    """Find the slow ranks of a Buffer.
+    """Find the slow ranks of a Buffer. `rates` are of the ranks that have files.
 
     A rank that waits for a slow one is late for the others, who then wait for both. So a rank is slow only by the time that others wait for
     it more than it waits for them.
-
-    Args:
-        rates: Of the ranks that have files.
-        num_ranks: Ranks of the Buffer.
     """
     running = {one.rank: one for one in rates if one.state == "runs"}
     seconds = max((one.seconds for one in running.values() or rates), default=0.0)

@@ -120,8 +120,7 @@ def is_low_latency(signature: Sequence[int]) -> bool:
 def describe_mismatch(signatures: Mapping[int, Sequence[int]]) -> str | None:
     """Return what the ranks disagree on, with the value of each rank, or None if they agree.
 
-    Args:
-        signatures: By rank, the fields of its call and the number of its handle.
+    `signatures` are by rank: the fields of its call and the number of its handle.
     """
     for i, (name, values) in enumerate((*_FIELDS, (_HANDLE, ()))):
         numbers = {rank: int(signature[i]) for rank, signature in signatures.items()}

@@ -34,9 +34,6 @@ class Consensus:
     """Learn whether a step succeeded on all ranks.
 
     A rank that failed tells its peers, and does not wait for them. The others wait until each rank has reported.
-
-    Args:
-        comm: The ranks.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -48,12 +45,9 @@ class Consensus:
         """The ranks that did not report to the last `all_ok` in time."""
 
     def all_ok(self, ok: bool, action: str, timeout_s: float) -> bool:
-        """Report whether this rank is ok, and return whether all ranks are.
+        """Report whether this rank is ok, and return whether all ranks are. After `timeout_s` a silent rank counts as lost.
 
-        Args:
-            ok: Whether this rank is.
-            action: What all ranks do here, for the warning while this rank waits.
-            timeout_s: The time after which a silent rank counts as lost.
+        `action` is what all ranks do here, for the warning while this rank waits.
         """
         self._last_wait, self.silent_ranks, self._peer_error = (action, timeout_s), [], None
         try:  # A late rank finds the first reports of ranks that gave up, but they do not send a second one.
@@ -114,9 +108,7 @@ class Consensus:
     def step(self) -> Iterator[None]:
         """Run the block as a step that may fail on some ranks. A rank that fails raises its own exception.
 
-        Raises:
-            EPUnavailableError: where another rank failed.
-            EPTimeoutError: where another rank is silent.
+        The others raise EPUnavailableError where another rank failed, and EPTimeoutError where another rank is silent.
         """
         ok = False
         try:
@@ -147,11 +139,7 @@ class Consensus:
 
 
 def timed_allgather(comm: Communicator, values: Sequence[int], timeout_s: float, phase: str, hint: str) -> list[list[int]]:
-    """Gather numbers of all ranks, after a meeting: see `TimedCollectives.meet` for the arguments and errors.
-
-    Returns:
-        The numbers of each rank.
-    """
+    """Gather numbers of all ranks, after a meeting: see `TimedCollectives.meet` for the arguments and errors."""
     met = comm.meet(timeout_s, phase, hint)
     gathered = met.allgather(list(values))
     met.release()
@@ -163,8 +151,7 @@ def agree_on_measurement(
 ) -> Communicator:
     """Compare the arguments of a measurement on all ranks. `measurement` is its name for messages.
 
-    Returns:
-        A communicator for the steps of this measurement. `release` it at the end.
+    Return a communicator for the steps of this measurement. `release` it at the end.
 
     Raises:
         EPInputError: on every rank, if the arguments differ.

@@ -22,8 +22,7 @@ def is_communicator(value: Any) -> bool:
 def communicator_of(comm: Any) -> Communicator:
     """Return the library's communicator over the ranks of `comm`.
 
-    Raises:
-        EPConfigError: if `comm` is not a communicator of one group, or this process is not in the group.
+    Raise EPConfigError if `comm` is not a communicator of one group, or this process is not in the group.
     """
     if isinstance(comm, TimedCollectives):
         return cast(Communicator, comm)

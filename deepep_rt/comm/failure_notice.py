@@ -36,29 +36,19 @@ class CallProgress:
 
 @dataclass
 class _Notice:
-    """What a peer has said.
+    """What a peer has said."""
 
-    Attributes:
-        kind: One of the constants above.
-        num_made: The calls that the peer had made.
-        doing: What it does instead of a call, if that is known.
-        text: Why.
-        arrived_at: The time.
-    """
-
-    kind: str
-    num_made: int
-    doing: str
-    text: str
+    kind: str  # one of the constants above
+    num_made: int  # the calls that the peer had made
+    doing: str  # instead of a call, if that is known
+    text: str  # why
     arrived_at: float
 
 
 class FailureNotice:
     """Tell the peers why this rank leaves or refuses a call, and learn this from them.
 
-    Args:
-        comm: The ranks. No other module sends messages with `FAILURE_NOTICE_TAG` over it.
-        progress: The calls of this rank.
+    No other module sends messages with `FAILURE_NOTICE_TAG` over `comm`. `progress` has the calls of this rank.
     """
 
     def __init__(self, comm: Communicator, progress: CallProgress | None = None) -> None:
@@ -81,9 +71,7 @@ class FailureNotice:
     def leave(self, kind: str, reason: str) -> None:
         """Tell all peers that this rank leaves, unless it has done so before. This waits for nothing.
 
-        Args:
-            kind: EXCEPTION, SIGNAL or END.
-            reason: For the errors of the peers.
+        `kind` is EXCEPTION, SIGNAL or END. `reason` is for the errors of the peers.
         """
         with self._lock:
             if self._has_left:
@@ -119,12 +107,7 @@ class FailureNotice:
         return True
 
     def refuse(self, error: BaseException, call: str = "") -> None:
-        """Note that this rank has refused a call before it sent anything.
-
-        Args:
-            error: Why.
-            call: The name of the call. Default: the current one.
-        """
+        """Note that this rank has refused a call before it sent anything. `call` is its name; by default, it is the current one."""
         if not self._has_left and not self.has_refused:  # one message for any number of refusals
             self._refused = call or self._progress.name, describe(error)
             self._send(_REFUSED, f"{self._refused[0]}: {self._refused[1]}")
@@ -146,9 +129,7 @@ class FailureNotice:
     def go_elsewhere(self, doing: str, text: str) -> None:
         """Note that this rank does something else, which all ranks have to do before the next call. `come_back` ends that.
 
-        Args:
-            doing: What.
-            text: What peers read if they make a call of this Buffer instead.
+        Peers read `text` if they make a call of this Buffer instead.
         """
         if not self._has_left:
             self._send(_ELSEWHERE, text, doing)
@@ -184,8 +165,7 @@ class FailureNotice:
     def failed_peers(self) -> list[int]:
         """Return the ranks that will not take part in this call, and whose last data has arrived. Call it often while waiting.
 
-        Raises:
-            EPUnavailableError: If the store of the ranks has ended, and no rank has said that it leaves.
+        Raise EPUnavailableError if the store of the ranks has ended, and no rank has said that it leaves.
         """
         if (now := time.monotonic()) >= self._poll_at:
             self._poll_at = now + process_end.POLL_PERIOD_S

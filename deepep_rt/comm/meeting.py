@@ -75,11 +75,9 @@ class Meeting:
         return self._ended
 
     def error(self, phase: str, channel: int | None = None) -> EPPeerError | None:
-        """Return the error of a wait, if a peer has left.
+        """Return the error of a wait, if a peer has left. `phase` is what the rank waits in.
 
-        Args:
-            phase: What the rank waits in.
-            channel: The wait follows the meeting that ended with this number. Default: it is that for the meeting.
+        The wait follows the meeting that ended with the number `channel`. Default: it is that for the meeting.
         """
         if (now := time.monotonic()) >= self._poll_at:
             self._poll_at = now + process_end.POLL_PERIOD_S

@@ -30,11 +30,7 @@ _retained: list[Any] = []  # what others keep for MPI
 
 
 class MpiCommunicator(TimedCollectives):
-    """The ranks of a communicator of mpi4py. All of them make the same calls.
-
-    Args:
-        comm: The communicator of the program. It carries no message of the library.
-    """
+    """The ranks of a communicator of mpi4py, which carries no message of the library. All of them make the same calls."""
 
     transport_name = "MPI"
     outlives_owner = True
@@ -100,11 +96,7 @@ class MpiCommunicator(TimedCollectives):
         return self._duplicate.last
 
     def free_channel(self, least: int) -> int:
-        """Return the smallest number from `least` on whose tags this rank does not use.
-
-        Raises:
-            EPUnavailableError: if all tags are in use.
-        """
+        """Return the smallest number from `least` on whose tags this rank does not use. Raise EPUnavailableError if all tags are in use."""
         return self._duplicate.next(least)
 
     def open_channel(self, number: int) -> MpiCommunicator:
@@ -207,12 +199,9 @@ class MpiCommunicator(TimedCollectives):
 
 
 class _Message:
-    """A message that MPI sends or receives. It and its memory are kept until MPI has finished, also if an exception drops the caller's.
+    """A message that MPI sends or receives: what `start` returns for the arguments.
 
-    Args:
-        memory: What MPI reads or writes.
-        start: Starts it.
-        arguments: Those of `start`.
+    It and its memory are kept until MPI has finished, also if an exception drops the caller's.
     """
 
     def __init__(self, memory: Any, start: Callable[..., Any], *arguments: Any) -> None:

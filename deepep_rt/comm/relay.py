@@ -118,9 +118,7 @@ class Relay:
     def check(self) -> None:
         """Raise if a relay has failed, has ended, or is silent. Call it while the host waits.
 
-        Raises:
-            EPUnavailableError: about the relay of this rank.
-            EPTimeoutError: about the relay of another rank, which it names.
+        The error is EPUnavailableError about the relay of this rank, and EPTimeoutError about that of another rank, which it names.
         """
         if (error := self.error) is not None:
             raise error

@@ -43,14 +43,9 @@ def fence() -> None:
 
 
 class PutRing:
-    """Reads the descriptors of a ring in order.
+    """Reads the descriptors of a ring in order. `depth` is a power of two. Only tests of large numbers pass `first_put`.
 
-    Args:
-        address: Where the ring lies.
-        depth: Its entries, a power of two.
-        descriptor: The structure of an entry, with the members `from`, `to`, `num_bytes`, `word`, `value`, `rank`, `is_awaited`,
-            `sent` and `sequence`.
-        first_put: The number of the first put to read, for tests of large numbers.
+    A descriptor has the members `from`, `to`, `num_bytes`, `word`, `value`, `rank`, `is_awaited`, `sent` and `sequence`.
     """
 
     def __init__(self, address: int, depth: int, descriptor: np.dtype, first_put: int = 0) -> None:
@@ -75,11 +70,7 @@ class PutRing:
         return self._u32[at] == (self.num_taken + 1) & _SEQUENCE_MASK
 
     def take(self, limit: int) -> list[Put]:
-        """Return the next complete puts, at most `limit`.
-
-        Raises:
-            RuntimeError: if a kernel has overwritten an entry before the relay read it.
-        """
+        """Return the next complete puts, at most `limit`. Raise RuntimeError if a kernel has overwritten an entry that was not read."""
         taken: list[Put] = []
         while len(taken) < limit:
             start = (self.num_taken % self._depth) * self._num_bytes
@@ -118,13 +109,7 @@ class PutRing:
 
 
 class Mirror:
-    """Host memory that mirrors a part of symmetric memory.
-
-    Args:
-        address: Where it lies, a multiple of 8.
-        num_bytes: Its size, a multiple of 8.
-        first: The offset from the base of symmetric memory at which it begins, a multiple of 8.
-    """
+    """Host memory that mirrors the part of symmetric memory at the offset `first` from its base. All numbers are multiples of 8."""
 
     def __init__(self, address: int, num_bytes: int, first: int) -> None:
         if address % 8 or num_bytes % 8 or first % 8:
@@ -134,11 +119,7 @@ class Mirror:
         self._first, self._num_bytes = first, num_bytes
 
     def part(self, offset: int, num_bytes: int) -> memoryview:
-        """Return the bytes at an offset from the base of symmetric memory.
-
-        Raises:
-            ValueError: if they are not all in this memory.
-        """
+        """Return the bytes at an offset from the base of symmetric memory. Raise ValueError if they are not all in this memory."""
         start = offset - self._first
         if not 0 <= start <= start + num_bytes <= self._num_bytes:
             self._raise_outside(offset, num_bytes)
@@ -168,14 +149,9 @@ def host_memory(address: int, num_bytes: int) -> memoryview:
 
 
 class RelayPeers:
-    """Watches the other ranks' relays. Time counts only while this rank's relay runs, so a process that was stopped blames no other rank.
+    """Watches the other ranks' relays.
 
-    Args:
-        rank: This rank.
-        num_ranks: All ranks.
-        timeout_s: The time limit of the Buffer.
-        now: The time.
-        node_size: Consecutive ranks of a node, which errors name.
+    Time counts only while this rank's relay runs, so a process that was stopped blames no other rank.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float, now: float, node_size: int) -> None:

@@ -55,11 +55,7 @@ class RelayTraffic:
     A class derived from this one can be a bad network: `send` sees each put of this rank, `target` says where its bytes arrive at the
     receiver, `complete` sees it there with all its bytes, and `turn` runs all the time.
 
-    Args:
-        comm: An `MpiCommunicator` that carries no other messages.
-        ring: The puts of this rank.
-        mirror: The memory of this rank.
-        peers: Learns what the messages say about other ranks' relays.
+    `comm` is an `MpiCommunicator` that carries no other messages.
     """
 
     def __init__(self, comm: Any, ring: PutRing, mirror: Mirror, peers: RelayPeers) -> None:

@@ -32,20 +32,12 @@ _NO_MESSAGE = b"none"  # stands for a message that an exception stopped
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes: numbers, text, bytes, arrays, and lists, tuples and dicts of them.
-
-    Raises:
-        TypeError: if the value has another type. This is an error of the caller.
-    """
+    """Return a value as bytes: numbers, text, bytes, arrays, and lists, tuples and dicts of them. Raise TypeError for other types."""
     return json.dumps(_plain(value)).encode()
 
 
 def unpack(data: bytes) -> Any:
-    """Return the value that bytes stand for.
-
-    Raises:
-        ValueError: if `pack` did not make them.
-    """
+    """Return the value that bytes stand for. Raise ValueError if `pack` did not make them."""
     try:
         return _value(json.loads(data))
     except RecursionError as error:
@@ -130,8 +122,6 @@ class StoreCommunicator(TimedCollectives):
         store: An object with the methods `set`, `get`, `check` and `delete_key` of `torch.distributed.Store`. If it has `multi_get`, as
             `has_extended_api` says, a collective takes one request instead of one for each rank.
         name: Prefix of all keys. It is the same on all ranks, and no other communicator has it.
-        rank: The number of this process.
-        size: The number of ranks.
         owner: An object that must live as long as this one, such as the owner of the store.
     """
 
@@ -382,12 +372,7 @@ class StoreCommunicator(TimedCollectives):
 
 
 class Request:
-    """A message or a collective that was started.
-
-    Args:
-        poll: Returns whether it is complete, and its result.
-        missing_ranks: Returns the ranks whose data is missing.
-    """
+    """A message or a collective that was started. `poll` returns whether it is complete, and its result."""
 
     def __init__(self, poll: Callable[[], tuple[bool, Any]], missing_ranks: Callable[[], list[int]] = list) -> None:
         self._poll, self._is_over, self.missing_ranks = poll, False, missing_ranks

@@ -121,14 +121,7 @@ class TimedCollectives:
     def finish(
         self, request: CollectiveRequest, phase: str, hint: str, timeout_s: float | None = None, waited_s: float = 0.0
     ) -> None:
-        """Wait for a collective.
-
-        Args:
-            request: This rank's request.
-            phase: What the collective is a part of, for the message.
-            hint: What all ranks have to do there, for the message.
-            timeout_s: The limit. Default: that of the communicator.
-            waited_s: How long this rank has waited in the phase before.
+        """Wait for a collective. `phase` and `hint` are as for `meet`. `waited_s` is how long this rank has waited in the phase before.
 
         Raises:
             EPTimeoutError: if a rank does not arrive; it names those ranks.

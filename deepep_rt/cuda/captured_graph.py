@@ -54,12 +54,9 @@ class GraphEnd:
 
 
 class CapturedGraph:
-    """The graph that a stream is captured in.
+    """The graph that a stream is captured in, by the number of the capture.
 
     CUDA does not report the end of a capture, and its stream may not exist any more.
-
-    Args:
-        number: Of the capture.
     """
 
     def __init__(self, number: int) -> None:
@@ -71,14 +68,9 @@ class CapturedGraph:
         self._end: GraphEnd | None = None
 
     def hold(self, allocation: Any, stream: int) -> bool:
-        """Keep memory of the Buffer as long as the graph can be replayed. What the capture has acquired stays with captures anyway.
+        """Keep memory of the Buffer as long as the graph can be replayed. Return whether the graph holds it.
 
-        Args:
-            allocation: Memory that a call of the capture uses.
-            stream: A stream of the capture, which has not ended.
-
-        Returns:
-            Whether the graph holds it.
+        What the capture has acquired stays with captures anyway. `stream` belongs to the capture, which has not ended.
         """
         if not isinstance(allocation, Allocation) or allocation.graph is self:
             return False

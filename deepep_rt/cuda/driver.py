@@ -25,9 +25,7 @@ _device_uuid = getattr(
 def ok(result: tuple) -> Any:
     """Return the value or the values of a driver call, or None if it has none.
 
-    Raises:
-        EPOutOfMemoryError: if the GPU is out of memory.
-        EPUnavailableError: for every other failure, with the name of the CUDA error.
+    Raise EPOutOfMemoryError if the GPU is out of memory, and EPUnavailableError with the CUDA error's name for every other failure.
     """
     if result[0] != _SUCCESS:
         is_memory = result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY

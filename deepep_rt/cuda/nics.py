@@ -12,11 +12,7 @@ _AMAZON_NICS = "efa", "rdmap"  # starts of their names
 
 
 def list_nics(root: Path = Path("/")) -> list[dict[str, Any]]:
-    """List the RDMA NICs: name, type, ports, and whether this user may use them.
-
-    Args:
-        root: The folder that holds `sys` and `dev`.
-    """
+    """List the RDMA NICs: name, type, ports, and whether this user may use them. `root` is the folder that holds `sys` and `dev`."""
     return [_nic(folder, root) for folder in sorted((root / "sys/class/infiniband").glob("*"))]
 
 
@@ -46,22 +42,14 @@ def is_up(nic: Mapping[str, Any]) -> bool:
 
 
 def line_rate(nics: Sequence[Mapping[str, Any]]) -> float:
-    """Return the bytes a second of the fastest active port, or 0 if the kernel tells of none.
-
-    Args:
-        nics: The result of `list_nics`.
-    """
+    """Return the bytes a second of the fastest active port of `list_nics`, or 0 if the kernel tells of none."""
     ports = [port for nic in nics if is_up(nic) for port in nic["ports"] if port["state"] == "ACTIVE"]
     found = [re.match(r"([\d.]+) Gb/sec", port["rate"]) for port in ports]
     return max((float(match[1]) * 1e9 / 8 for match in found if match), default=0.0)
 
 
 def nvshmem_objection(nics: Sequence[Mapping[str, Any]]) -> str:
-    """Return the reason why NVSHMEM's default transport has no NIC here, or an empty text if it has one.
-
-    Args:
-        nics: The result of `list_nics`.
-    """
+    """Return the reason why NVSHMEM's default transport has no NIC among these of `list_nics`, or an empty text if it has one."""
     names = ", ".join(nic["name"] for nic in nics)
     if not nics:
         return "no RDMA NIC"

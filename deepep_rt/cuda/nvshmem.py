@@ -67,8 +67,7 @@ def is_shared(comm: Communicator) -> bool:
 def load() -> Any:
     """Load NVSHMEM's Python bindings and its host library.
 
-    Raises:
-        EPUnavailableError: if either is missing, or if an earlier start did not end.
+    Raise EPUnavailableError if either is missing, or if an earlier start did not end.
     """
     if _lost_start:
         raise EPUnavailableError(_lost_start)
@@ -90,9 +89,7 @@ def init_device_library(library: int) -> None:
 def runtime(comm: Communicator, environment: Mapping[str, str] | None = None) -> Runtime:
     """Return the running NVSHMEM, or start it: rank 0 makes the unique ID and broadcasts it. Collective over `comm`.
 
-    Args:
-        comm: The ranks.
-        environment: Variables for NVSHMEM's start, unless the user has set them. If it runs already with others, a warning names them.
+    `environment` has variables for its start, unless the user has set them. If it runs already with others, a warning names them.
 
     Raises:
         EPUnavailableError: if nvshmem4py is missing.
@@ -156,9 +153,7 @@ def _start(comm: Communicator, nvshmem: Any, environment: Mapping[str, str]) -> 
 def _in_time(comm: Communicator, start: Callable[[], None]) -> None:
     """Run NVSHMEM's start in a thread. The start waits for all ranks without a limit, so the thread may never end.
 
-    Raises:
-        EPTimeoutError: if the start does not end in time. The error names the missing ranks.
-        EPUnavailableError: if the start fails.
+    Raise EPTimeoutError, which names the missing ranks, if the start does not end in time, and EPUnavailableError if it fails.
     """
     from . import driver  # programs on the host backend may lack CUDA's bindings
 
@@ -212,17 +207,10 @@ def _hidden_gpus_hint(rank: int, num_gpus: int, num_here: int) -> str:
 
 
 class NvshmemMemory:
-    """A region of NVSHMEM's symmetric memory; see `transport.SymmetricMemory`.
+    """A region of NVSHMEM's symmetric memory; see `transport.SymmetricMemory`. `SymmetricAllocator.allocate` has the arguments.
 
     NVSHMEM allocates over its whole runtime. If the Buffer has fewer ranks, all other ranks of the runtime have to allocate the same size
     at the same time, for Buffers of their own.
-
-    Args:
-        comm: The ranks of the Buffer.
-        num_bytes: Size on each rank.
-        timeout_s: The limit for ranks outside of `comm`.
-        ranks_per_node: Consecutive ranks that must reach each other directly; default: all of `comm`.
-        network: Options for NVSHMEM's start, if this call starts it.
 
     Raises:
         EPUnavailableError: if NVSHMEM is missing, or ranks of a group have no direct path to each other.

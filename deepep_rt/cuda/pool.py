@@ -51,12 +51,8 @@ Extent = tuple[int, int]
 class Pool:
     """One range of memory. A block gets the first offset that no other stream is busy with; large blocks start at a free cell if possible.
 
-    Large blocks are trimmed. If they were packed, the holes between them would be too small for the next large block.
-
-    Args:
-        base: Address of the range.
-        num_bytes: Its size.
-        cell: Bytes of the largest block; 0: all blocks are packed.
+    Large blocks are trimmed. If they were packed, the holes between them would be too small for the next large block. `cell` is the bytes
+    of the largest block; 0: all blocks are packed.
     """
 
     def __init__(self, base: int, num_bytes: int, cell: int = 0) -> None:
@@ -70,13 +66,9 @@ class Pool:
     def allocate(
         self, num_bytes: int, stream: int, reader: int | None = None, graph: CapturedGraph | None = None
     ) -> Block | None:
-        """Allocate a block; None if there is no room.
+        """Allocate a block that `stream` fills; None if there is no room. `graph` is the one that it is captured in.
 
-        Args:
-            num_bytes: Its size.
-            stream: The stream that fills it.
-            reader: The stream that will read it, if it is another one.
-            graph: The graph that the stream is captured in, or None.
+        `reader` is the stream that will read the block, if it is another one.
         """
         num_bytes = align_up(max(num_bytes, 1))
         if graph is not None:

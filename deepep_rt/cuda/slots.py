@@ -19,10 +19,6 @@ class Slots:
 
     Work on a stream should not wait for another stream whose work still uses a slot: two Buffers could then wait for each other. So more
     slots are also allocated while others are busy, up to twice as many as the program has held at once.
-
-    Args:
-        num_bytes: Size of a slot.
-        count: Slots to start with.
     """
 
     def __init__(self, num_bytes: int, count: int) -> None:
@@ -36,13 +32,9 @@ class Slots:
     def acquire(
         self, stream: int, reader: int | None = None, graph: CapturedGraph | None = None, follows: int | None = None
     ) -> Slot:
-        """Get a slot.
+        """Get a slot for work on `stream`. `graph` is the one that it is captured in. `reader` is another stream that will use the slot.
 
-        Args:
-            stream: The stream of the work that uses it.
-            reader: Another stream that will use it too.
-            graph: The graph that `stream` is captured in, or None.
-            follows: Another stream. `stream` already waits for its work.
+        `stream` already waits for the work of the stream `follows`.
         """
         if graph is not None:
             return self._acquire_in_capture(stream, reader, graph)

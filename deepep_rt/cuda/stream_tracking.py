@@ -87,11 +87,9 @@ class StreamTracker:
         self._run_length = 0
 
     def record(self, streams: Streams, pending: PendingWork = ()) -> PendingWork:
-        """Return the work that the next user of a dying allocation has to wait for. Finalizers call this: it does not raise.
+        """Return the work on these streams that the next user of a dying allocation has to wait for.
 
-        Args:
-            streams: The streams that used the allocation.
-            pending: The work that the allocation itself did not wait for.
+        `pending` is the work that the allocation itself did not wait for. Finalizers call this: it does not raise.
         """
         if not streams:
             return pending

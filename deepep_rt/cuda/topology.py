@@ -19,8 +19,7 @@ _log = logging.getLogger("deepep_rt")
 def placed(comm: Communicator, config: Config) -> Config:
     """Return a Config with the NVLink groups: the ranks of a host, or smaller groups that the caller requested. Collective.
 
-    Raises:
-        EPConfigError: on every rank, if the placement of ranks does not fit.
+    Raise EPConfigError on every rank, if the placement of ranks does not fit.
     """
     host = ranks_per_host(comm)
     if config.ranks_per_node is None and host < config.num_ranks:
@@ -55,8 +54,7 @@ def placed_on_hosts(comm: Communicator, config: Config) -> Config:
 def ranks_per_host(comm: Communicator) -> int:
     """Return the number of ranks on each host. Collective.
 
-    Raises:
-        EPConfigError: on every rank, if the hosts hold different numbers of ranks, or if the ranks of a host are not consecutive.
+    Raise EPConfigError on every rank, if hosts hold different numbers of ranks, or if the ranks of a host are not consecutive.
     """
     hosts = sorted(set(comm.allgather(tuple(comm.ranks_on_host()))))
     size = len(hosts[0])

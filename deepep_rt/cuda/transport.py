@@ -25,35 +25,19 @@ _warned: set[str] = set()
 
 
 class RankFacts(NamedTuple):
-    """What a rank finds on its host.
+    """What a rank finds on its host."""
 
-    Attributes:
-        host: Identity of the host, which begins with its name.
-        no_nic: The reason why NVSHMEM cannot send through a NIC; empty if it can.
-        no_relay: The reason why a relay cannot send over the communicator; empty if it can.
-        wish: The setting by which the user chose a transport of NVSHMEM; empty if there is none.
-    """
-
-    host: str
-    no_nic: str
-    no_relay: str
-    wish: str = ""
+    host: str  # its identity, which begins with its name
+    no_nic: str  # the reason why NVSHMEM cannot send through a NIC; empty if it can
+    no_relay: str  # the reason why a relay cannot send over the communicator; empty if it can
+    wish: str = ""  # the setting by which the user chose a transport of NVSHMEM; empty if there is none
 
 
 def choose_transport(transport: str, facts: Sequence[RankFacts]) -> Choice:
-    """Choose the transport. All ranks get the same result from the same facts.
+    """Choose "nvshmem" or "mpi", with the reason. All ranks get the same result from the same facts.
 
-    Between the GPUs of one host, NVSHMEM needs no NIC.
-
-    Args:
-        transport: `NetworkOptions.transport`.
-        facts: Those of each rank.
-
-    Returns:
-        "nvshmem" or "mpi", with the reason.
-
-    Raises:
-        EPUnavailableError: if the requested transport, or with "auto" any transport, cannot work.
+    Between the GPUs of one host, NVSHMEM needs no NIC. Raise EPUnavailableError if the requested transport, or with "auto" any transport,
+    cannot work.
     """
     is_one_host, wish = len({fact.host for fact in facts}) == 1, _first(facts, "wish")
     no_nic = "" if is_one_host or wish else _first(facts, "no_nic")
@@ -93,30 +77,14 @@ def find_facts(comm: Communicator, network: NetworkOptions) -> RankFacts:
 
 
 def facts_of(host: str, remote: str, nics: Sequence[Mapping[str, Any]], no_relay: str) -> RankFacts:
-    """Make the facts of a rank.
-
-    Args:
-        host: Identity of its host, which begins with the host's name.
-        remote: The transport of NVSHMEM that the user chose, or an empty text.
-        nics: The result of `nics.list_nics`.
-        no_relay: As in `RankFacts`.
-    """
+    """Make the facts of a rank from its `list_nics`. `remote` is the transport of NVSHMEM that the user chose, or an empty text."""
     setting = f"NVSHMEM_REMOTE_TRANSPORT={remote}"
     wish, no_nic = (setting, "") if remote not in ("", "none") else ("", setting if remote else nvshmem_objection(nics))
     return RankFacts(host, no_nic, no_relay, wish)
 
 
 def agree_on_transport(comm: Communicator, network: NetworkOptions | None) -> Choice:
-    """Choose the transport of a Buffer with several nodes. Collective.
-
-    Args:
-        comm: The ranks.
-        network: The options that the ranks agreed on.
-
-    Raises:
-        EPUnavailableError: on every rank, if no transport can work.
-        EPTimeoutError: if a rank does not come.
-    """
+    """Choose the transport of a Buffer with several nodes. Collective. Raise EPUnavailableError on every rank, if no transport can work."""
     network = network or NetworkOptions()
     facts = [RankFacts(*found) for found in comm.allgather(tuple(find_facts(comm, network)))]
     choice = choose_transport(network.transport, facts)
@@ -148,9 +116,7 @@ class SymmetricMemory(Protocol):
     def all_free(self, is_ok: bool, timeout_s: float) -> bool:
         """Return whether all ranks that allocated the region free it now. Collective.
 
-        Args:
-            is_ok: Whether the ranks of the Buffer agreed to free it.
-            timeout_s: The time after which a silent rank counts as lost.
+        `is_ok` says whether the ranks of the Buffer agreed to free it. After `timeout_s` a silent rank counts as lost.
         """
 
     def free(self) -> None:

@@ -36,8 +36,7 @@ _IS_UP = 0x1
 def interfaces(root: Path = Path("/")) -> list[dict[str, Any]]:
     """List the addresses of interfaces that may lead to other hosts and are up.
 
-    Returns:
-        For each address `name` (of the interface), `address` (with its prefix, such as 10.0.0.3/24) and `speed_mbit` (None: unknown).
+    Each has `name` (of the interface), `address` (with its prefix, such as 10.0.0.3/24) and `speed_mbit` (None: unknown).
     """
     found = []
     for name, address in sorted(_addresses()):

@@ -15,17 +15,11 @@ MIN_MEMLOCK_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class FindingType:
-    """A type of finding.
+    """A type of finding."""
 
-    Attributes:
-        name: The printed name, and the heading of its section in the documentation.
-        meaning: The consequences.
-        remedy: The steps that remove the cause.
-    """
-
-    name: str
-    meaning: str
-    remedy: str
+    name: str  # the printed name, and the heading of its section in the documentation
+    meaning: str  # the consequences
+    remedy: str  # the steps that remove the cause
 
 
 _ALL = (

@@ -29,24 +29,17 @@ SHOWN = 4
 class JobReport:
     """The reports of all ranks, and the Buffer that they are to make. Input of the rules.
 
-    Args:
-        reports: One for each rank: `facts` and `failures` of `runner.run_probes`, `launch`, `rank`, `local_rank` and `group`.
-            `other_launch` is present if a launcher other than MPI's may have started the process.
-        sizes: Arguments of `Config` except for `num_ranks`. `num_experts` is optional (32 for each rank).
-        num_ranks: Ranks of the Buffer. Default: the ranks of the job, or 8 for a single process.
-        backend: "auto", "cuda" or "host", as for `Buffer`.
-        mpi_failure: The reason for which MPI did not deliver the other ranks' reports.
-        network: What `network_rates.measure` found, or `failure`. None: nothing was to be measured.
-        transport: "auto", "nvshmem" or "mpi", as for `NetworkOptions`.
+    A report has `facts` and `failures` of `runner.run_probes`, `launch`, `rank`, `local_rank` and `group`. `other_launch` is present if a
+    launcher other than MPI's may have started the process.
     """
 
-    reports: Sequence[Mapping[str, Any]]
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    num_ranks: int | None = None
-    backend: str = "auto"
-    mpi_failure: str | None = None
-    network: Mapping[str, Any] | None = None
-    transport: str = "auto"
+    reports: Sequence[Mapping[str, Any]]  # one for each rank
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # as for `Config`. `num_experts` is optional (32 for each rank)
+    num_ranks: int | None = None  # of the Buffer. None: the ranks of the job, or 8 for a single process
+    backend: str = "auto"  # as for `Buffer`
+    mpi_failure: str | None = None  # the reason for which MPI did not deliver the other ranks' reports
+    network: Mapping[str, Any] | None = None  # found by `network_rates.measure`, or `failure`. None: nothing was to be measured
+    transport: str = "auto"  # as for `NetworkOptions`
 
     @property
     def uses_gpus(self) -> bool:
@@ -82,11 +75,7 @@ class JobReport:
         return int(text) if text.isascii() and text.isdigit() and int(text) else None
 
     def config(self) -> Config:
-        """Make the Buffer's configuration.
-
-        Raises:
-            EPConfigError: if the sizes are wrong.
-        """
+        """Make the Buffer's configuration. Raise EPConfigError if the sizes are wrong."""
         # These two have defaults in environment variables. Other findings report mistakes in them.
         fixed = {"timeout_s": 1.0, "check_inputs": False}
         there = len(self.reports) if len(self.reports) > 1 else MAX_RANKS_PER_NODE
@@ -111,19 +100,12 @@ class JobReport:
 
 @dataclass(frozen=True)
 class Finding:
-    """A result of a rule.
+    """A result of a rule."""
 
-    Attributes:
-        type: Its meaning and remedy.
-        level: One of `LEVELS`.
-        what: The observed facts.
-        ranks: The ranks concerned. Empty: all of them.
-    """
-
-    type: FindingType
-    level: str
-    what: str
-    ranks: tuple[int, ...] = ()
+    type: FindingType  # its meaning and remedy
+    level: str  # one of `LEVELS`
+    what: str  # the observed facts
+    ranks: tuple[int, ...] = ()  # the ranks concerned. Empty: all of them
 
     @classmethod
     def of(cls, name: str, level: str, what: str) -> Finding:

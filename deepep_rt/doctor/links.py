@@ -7,21 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LinkKind:
-    """A kind of link. Rates are of one direction, in GB/s (1e9 bytes).
+    """A kind of link. Rates are of one direction, in GB/s (1e9 bytes)."""
 
-    Attributes:
-        name: Its name in options and tables.
-        gb_s: Its line rate.
-        share: The part of the line rate that large messages should reach.
-        us: Microseconds of a small message one way, which a healthy link stays below.
-        about: The link, in words.
-    """
-
-    name: str
-    gb_s: float
-    share: float
-    us: float
-    about: str
+    name: str  # in options and tables
+    gb_s: float  # line rate
+    share: float  # the part of the line rate that large messages should reach
+    us: float  # microseconds of a small message one way, which a healthy link stays below
+    about: str  # the link, in words
 
     @property
     def expected_gb_s(self) -> float:
@@ -61,15 +53,10 @@ NIC_KINDS = {name: kind for name, kind in LINK_KINDS.items() if name.startswith(
 
 
 def nic_kind(nic: str, link_layer: str, rate_gbit: float) -> LinkKind | None:
-    """Find the kind of an RDMA NIC's port.
+    """Find the kind of an RDMA NIC's port: the one with the nearest line rate, or None if the rate is unknown.
 
-    Args:
-        nic: Name of the device, such as mlx5_0 or rdmap0s6.
-        link_layer: "InfiniBand" or "Ethernet", as the kernel says. EFA says neither.
-        rate_gbit: Its rate in Gb/s.
-
-    Returns:
-        The kind with the nearest line rate. None: the rate is unknown.
+    `nic` is the name of the device, such as mlx5_0 or rdmap0s6. `link_layer` is "InfiniBand" or "Ethernet", as the kernel says. EFA says
+    neither.
 
     Example:
         >>> nic_kind("mlx5_0", "InfiniBand", 400).name

@@ -25,8 +25,7 @@ NO_THREADS = "an MPI that allows no calls of a second thread (no MPI_THREAD_MULT
 def transport_of(job: JobReport) -> Choice | str:
     """Choose the transport between the nodes of the job as a Buffer does.
 
-    Returns:
-        The choice with its reason, or the reason why no transport, or not the requested one, can work.
+    Return the choice with its reason, or the reason why no transport, or not the requested one, can work.
     """
     try:
         return choose_transport(job.transport, [_rank_facts(report) for report in job.reports])
@@ -51,27 +50,19 @@ def has_several_nodes(job: JobReport) -> bool:
 
 @dataclass(frozen=True)
 class LinkSummary:
-    """The measured links of one sort.
+    """The measured links of one sort. Latencies and bandwidths are medians.
 
-    Attributes:
-        where: "near" or "far".
-        medium: "MPI" (from host memory), or "GPU" with the transport between nodes.
-        num_pairs: Measured pairs of ranks. For GPUs: nodes.
-        us: Median of a small message one way in microseconds. None: not measured.
-        gb_s: Median bandwidth of large messages in GB/s, in the slower direction of each pair.
-        slowest: The slowest pair (ranks) or node (its number), and its GB/s. Nothing and `gb_s` where only the slowest rank is known.
-        together_gb_s: Median bandwidth of one direction while all pairs send both ways. None: not measured.
-        kind: The kind of link, for what to expect. None: unknown.
+    Where only the rate of the slowest rank is known, `slowest` names no rank and has `gb_s`.
     """
 
-    where: str
-    medium: str
-    num_pairs: int
-    us: float | None
-    gb_s: float
-    slowest: tuple[tuple[int, ...], float]
-    together_gb_s: float | None
-    kind: LinkKind | None
+    where: str  # "near" or "far"
+    medium: str  # "MPI" (from host memory), or "GPU" with the transport between nodes
+    num_pairs: int  # measured pairs of ranks. For GPUs: nodes
+    us: float | None  # of a small message one way. None: not measured
+    gb_s: float  # of large messages, in the slower direction of each pair
+    slowest: tuple[tuple[int, ...], float]  # ranks of the slowest pair, or number of a node; GB/s
+    together_gb_s: float | None  # of one direction while all pairs send both ways. None: not measured
+    kind: LinkKind | None  # for what to expect. None: unknown
 
     def expectation(self) -> str:
         """Say in words what to expect."""

@@ -44,12 +44,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure between neighbours within nodes, and between the same ranks of neighbouring nodes. Collective.
 
-    Args:
-        comm: All ranks.
-        nodes: The ranks of each node.
-        with_gpus: Also measure between the GPUs, with Buffers.
-        announce: Called with the part that begins, so that a part that hangs can be named.
-        transport: The transport between the GPUs of different nodes, as for `NetworkOptions`.
+    `nodes` has the ranks of each node. `announce` is called with the part that begins, so that a part that hangs can be named. With
+    `with_gpus`, Buffers measure between the GPUs too. `transport` is the one between GPUs of different nodes.
 
     Returns:
         `links`: a dictionary for each pair of ranks, with `where` ("near" or "far"), `ranks`, `us` (a small message one way), `gb_s` and
@@ -208,17 +204,12 @@ def _wait(requests: Sequence[Any]) -> None:
 
 
 def measure_gpus(comm: Intracomm, nodes: Sequence[Sequence[int]], transport: str) -> dict[str, Any]:
-    """Measure between the GPUs with Buffers, while all ranks send at the same time. Collective.
-
-    Args:
-        comm: All ranks.
-        nodes: The ranks of each node.
-        transport: As for `NetworkOptions`.
+    """Measure between the GPUs with Buffers, while all ranks send at the same time. Collective. The arguments are those of `measure`.
 
     Returns:
         `near`: GB/s that the slowest rank of a node pushes to the others, by the number of the node. With several nodes `far`: `gb_s` that
-        the slowest rank puts to other nodes, `transport`, `us` (a word one way to another node), and `near_us` (to a rank of the
-        same node) if nodes have several ranks. Instead `reason`: why there is no Buffer.
+        the slowest rank puts to other nodes, `transport`, `us` (a word one way to another node), and `near_us` (to a rank of the same node)
+        if nodes have several ranks. Instead `reason`: why there is no Buffer.
     """
     found: dict[str, Any] = {}
     if len({len(node) for node in nodes}) > 1:

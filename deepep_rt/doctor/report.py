@@ -25,17 +25,10 @@ __all__ = ["as_json", "examine", "findings", "is_broken", "show"]
 def examine(
     sizes: Mapping[str, Any], num_ranks: int | None, backend: str, *, transport: str = "auto", measure_network: bool = False
 ) -> tuple[JobReport, bool]:
-    """Examine this machine and gather the other ranks' reports. Collective under a launcher.
+    """Examine this machine and gather the other ranks' reports. Return them, and whether this rank prints them. Collective.
 
-    Args:
-        sizes: Arguments of `Config` except for `num_ranks`. `num_experts` is optional.
-        num_ranks: Ranks of the Buffer. Default: the ranks of the launcher.
-        backend: "auto", "cuda" or "host", as for `Buffer`.
-        transport: "auto", "nvshmem" or "mpi", as for `NetworkOptions`.
-        measure_network: Whether to measure between the ranks.
-
-    Returns:
-        The reports, and whether this rank prints them.
+    `sizes` are arguments of `Config` except for `num_ranks`, which is by default the ranks of the launcher. `num_experts` is optional.
+    `measure_network` measures between the ranks.
     """
     launch = launch_variables()
     other_launch: dict[str, Any] = {"size": _env.world_size(), "local_rank": _env.local_rank()}

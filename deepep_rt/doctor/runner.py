@@ -42,14 +42,9 @@ _MODULE = [sys.executable, "-m", f"{__package__}.runner"]
 
 
 def run_probes(names: Sequence[str] = tuple(PROBES), limit_s: float = PROBE_LIMIT_S) -> dict[str, Any]:
-    """Run probes in child processes.
+    """Run probes of `PROBES` in child processes, each in the limit.
 
-    Args:
-        names: Names in `PROBES`.
-        limit_s: Limit of each probe in seconds.
-
-    Returns:
-        `facts` (results by probe) and `failures` (reasons by probe that failed).
+    Return `facts` (results by probe) and `failures` (reasons by probe that failed).
     """
     facts: dict[str, Any] = {}
     failures: dict[str, str] = {}
@@ -109,10 +104,7 @@ def gather(
 ) -> tuple[int, list[dict[str, Any]], str | None, dict[str, Any] | None]:
     """Exchange the reports of all ranks, and measure the network between them if asked for. Collective over MPI's world.
 
-    Args:
-        report: The report of this rank.
-        limit_s: Limit for the exchange in seconds.
-        network: What to measure. None: nothing.
+    `limit_s` is for the exchange alone.
 
     Returns:
         This rank, the reports by rank, None, and the measurement. Each report gets `rank`, `local_rank` (number among the ranks of its
@@ -143,19 +135,12 @@ def gather(
 
 
 class NetworkRequest(NamedTuple):
-    """What to measure between ranks.
+    """What to measure between ranks."""
 
-    Attributes:
-        ranks_per_node: Ranks of a node. None: those of a host.
-        with_gpus: Whether to measure between GPUs too.
-        transport: The transport between them, as for `NetworkOptions`.
-        limit_s: Limit in seconds.
-    """
-
-    ranks_per_node: int | None = None
-    with_gpus: bool = False
-    transport: str = "auto"
-    limit_s: float = NETWORK_LIMIT_S
+    ranks_per_node: int | None = None  # None: those of a host
+    with_gpus: bool = False  # whether to measure between GPUs too
+    transport: str = "auto"  # between them, as for `NetworkOptions`
+    limit_s: float = NETWORK_LIMIT_S  # of the measurement
 
 
 def _read_answers(

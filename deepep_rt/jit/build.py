@@ -48,31 +48,21 @@ _counting = threading.Lock()
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A compiled kernel that is not loaded yet.
+    """A compiled kernel that is not loaded yet."""
 
-    Attributes:
-        key: Hexadecimal hash of everything that determines the code.
-        code: A cubin, or PTX.
-        info: Registers, shared memory, stack, spills, constants, versions and times, as in the list of the cache.
-        compiled: True if this call compiled it; False if it came from the cache.
-    """
-
-    key: str
-    code: bytes
-    info: dict[str, Any] = field(repr=False)
-    compiled: bool
+    key: str  # hexadecimal hash of everything that determines the code
+    code: bytes  # a cubin, or PTX
+    info: dict[str, Any] = field(repr=False)  # registers, shared memory, stack, spills, constants, versions: `store.FIELDS`
+    compiled: bool  # False if it came from the cache
 
 
 def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | None = None) -> CompiledKernel:
     """Get a kernel's code from the disk cache, or compile it and write it to the cache. No GPU is needed.
 
-    If several processes request the same kernel, one compiles it and the others wait.
+    If several processes request the same kernel, one compiles it and the others wait. `constants` is the result of `kernel_constants`.
 
-    Args:
-        kernel: An entry of the kernel table.
-        constants: The result of `kernel_constants`.
-        arch: "sm_XX" for a cubin; "compute_XX" for PTX. A kernel with NVSHMEM is always a cubin, for the GPU of this process.
-        folder: Folder of the sources; default: `source_dir()`.
+    `arch` is "sm_XX" for a cubin, and "compute_XX" for PTX. A kernel with NVSHMEM is always a cubin, for the GPU of this process. `folder`
+    is that of the sources.
 
     Raises:
         EPCompileError: with the compiler's log.
@@ -106,10 +96,7 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
 def is_current(kernel: Kernel, entry: Entry, *, folder: Path | None = None) -> bool:
     """Return whether `build` would return an entry: its sources and its tools are those of this installation.
 
-    Args:
-        kernel: The entry of the kernel table with the name of the cached kernel.
-        entry: A cubin of the kernel cache.
-        folder: Folder of the sources; default: `source_dir()`.
+    `kernel` has the name of the cached kernel, which is a cubin.
     """
     constants, link_arch = entry.info["constants"], entry.arch if entry.info["nvshmem"] else None
     if not _versions(link_arch is not None).items() <= entry.info["versions"].items():
@@ -256,10 +243,6 @@ def build_together(requests: Sequence[tuple[Kernel, Constants]], arch: str) -> N
     """Compile kernels into the disk cache, as many at a time as this process has cores, up to eight.
 
     It saves time only: `build` finds the kernels afterwards. A kernel that does not compile raises there and not here.
-
-    Args:
-        requests: The kernels with the results of `kernel_constants`.
-        arch: Target, as in `build`.
     """
     # PTX that is linked needs the CUDA context of the calling thread.
     possible = [

@@ -51,17 +51,9 @@ def check_arch(arch: str) -> None:
 
 
 def compile_unit(unit: str, name: str, arch: str, options: list[str], include: list[Path]) -> tuple[bytes, str]:
-    """Compile one translation unit with NVRTC.
+    """Compile one translation unit with NVRTC. Return the code and NVRTC's log. "sm_XX" gives a cubin, "compute_XX" PTX.
 
-    Args:
-        unit: The source text.
-        name: The kernel's name, for messages.
-        arch: "sm_XX" gives a cubin, "compute_XX" PTX.
-        options: NVRTC's options, without the architecture and the include folders.
-        include: Folders of headers.
-
-    Returns:
-        The code and NVRTC's log.
+    `options` are NVRTC's, without the architecture and the `include` folders.
 
     Raises:
         EPCompileError: with NVRTC's log.
@@ -94,16 +86,9 @@ def compile_unit(unit: str, name: str, arch: str, options: list[str], include: l
 
 
 def link_nvshmem(code: bytes, calls: bytes, name: str, arch: str) -> tuple[bytes, str]:
-    """Link a kernel (a cubin, or PTX) with the calls of NVSHMEM and its device library into a cubin for `arch`.
+    """Link a kernel (a cubin, or PTX) with the calls of NVSHMEM and its device library. Return a cubin for `arch`, and nvJitLink's log.
 
-    Args:
-        code: The kernel's relocatable code.
-        calls: The code of `common/nvshmem_calls.cu` for `arch`, a relocatable cubin.
-        name: The kernel's name, for messages.
-        arch: Target, such as "sm_90".
-
-    Returns:
-        The cubin and nvJitLink's log.
+    `code` is relocatable. `calls` is the code of `common/nvshmem_calls.cu` for `arch`, a relocatable cubin.
 
     Raises:
         EPCompileError: with nvJitLink's log.
@@ -153,8 +138,7 @@ def usage(log: str, name: str, link_log: str = "") -> Usage:
 def target_arch() -> str:
     """Return the target to compile for: `DEEPEP_RT_ARCH`, or the current GPU's architecture.
 
-    Raises:
-        EPUnavailableError: if there is no GPU, or none is current.
+    Raise EPUnavailableError if there is no GPU, or none is current.
     """
     return _env.arch() or gpu_arch()
 

@@ -17,27 +17,16 @@ _WITHOUT_BYTES = 8  # the type of a section that takes no place in the file
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel in a cubin.
+    """A kernel in a cubin."""
 
-    Attributes:
-        code: Its instructions, of 16 bytes each.
-        registers: Registers of a thread.
-        stack_bytes: Its own stack frame, without those of functions that it calls.
-        max_threads: Threads of a block, from `__launch_bounds__`. None: without.
-    """
-
-    code: bytes
-    registers: int
-    stack_bytes: int
-    max_threads: int | None
+    code: bytes  # its instructions, of 16 bytes each
+    registers: int  # of a thread
+    stack_bytes: int  # its own stack frame, without those of functions that it calls
+    max_threads: int | None  # of a block, from `__launch_bounds__`. None: without
 
 
 def read_function(cubin: bytes, name: str) -> Function:
-    """Read the kernel `name` from a cubin.
-
-    Raises:
-        ValueError: if the bytes are no cubin, or it has no such kernel.
-    """
+    """Read the kernel `name` from a cubin. Raise ValueError if the bytes are no cubin, or it has no such kernel."""
     try:
         sections = dict(_sections(cubin))
         number = _symbol(sections, name)

@@ -25,16 +25,11 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", re.MULTILINE)
 
 
 def disassemble(codes: Sequence[tuple[str, bytes]]) -> list[list[str]]:
-    """Disassemble functions, several at a time.
+    """Disassemble functions, several at a time. `codes` are the architecture of each, such as "sm_90", and its machine code.
 
-    Args:
-        codes: The architecture of each function, such as "sm_90", and its machine code.
+    Return the instructions of each function, such as `@!P0 LDG.E.128 R4, desc[UR8][R2.64]`.
 
-    Returns:
-        The instructions of each function, such as `@!P0 LDG.E.128 R4, desc[UR8][R2.64]`.
-
-    Raises:
-        EPUnavailableError: if nvdisasm is not installed, or does not know an architecture.
+    Raise EPUnavailableError if nvdisasm is not installed, or does not know an architecture.
     """
     tool = nvdisasm()
     batches = _batches(codes)
@@ -54,11 +49,7 @@ def disassemble(codes: Sequence[tuple[str, bytes]]) -> list[list[str]]:
 
 @functools.cache
 def nvdisasm() -> str:
-    """Find nvdisasm: in its wheel, or in the folders of PATH.
-
-    Raises:
-        EPUnavailableError: if it is in neither.
-    """
+    """Find nvdisasm: in its wheel, or in the folders of PATH. Raise EPUnavailableError if it is in neither."""
     try:
         files = importlib.metadata.distribution(WHEEL)
         for file in files.files or ():

@@ -38,17 +38,11 @@ _launching = threading.Lock()  # PyTorch runs a backward pass in another thread
 
 @dataclass(frozen=True)
 class LoadedKernel:
-    """A loaded kernel.
+    """A loaded kernel."""
 
-    Attributes:
-        handle: CUfunction.
-        threads: Threads of a block.
-        shared_bytes: Dynamic shared memory of a block.
-    """
-
-    handle: int
-    threads: int
-    shared_bytes: int
+    handle: int  # CUfunction
+    threads: int  # of a block
+    shared_bytes: int  # dynamic shared memory of a block
 
 
 LOADED: dict[tuple, LoadedKernel] = {}
@@ -58,12 +52,7 @@ _loading = threading.Lock()
 
 
 def load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
-    """Load a kernel into the current CUDA context, or return the one that was loaded before.
-
-    Args:
-        kernel: An entry of the kernel table.
-        constants: The result of `kernel_constants`.
-        arch: Target, usually `compiler.target_arch()`.
+    """Load a kernel into the current CUDA context, or return the one that was loaded before. `constants` is from `kernel_constants`.
 
     Raises:
         EPError: the errors of `build`.
@@ -108,8 +97,6 @@ class Launcher:
     """One kernel, with the members of its Params that never change. A call packs the other members, and launches the kernel.
 
     Args:
-        kernel: Its table entry.
-        function: The loaded kernel.
         constants: The constants it was compiled with.
         fixed: Values of the first members of Params, in order.
         launches: Its first number counts the launches.
@@ -156,13 +143,7 @@ class Launcher:
         self._config.numAttrs = int(self._overlaps and allowed)
 
     def __call__(self, stream: int, num_blocks: int, values: Mapping[str, int]) -> None:
-        """Launch the kernel.
-
-        Args:
-            stream: The stream of the launch.
-            num_blocks: Blocks of the grid.
-            values: Every member of Params that is not fixed, in order.
-        """
+        """Launch the kernel. `values` has every member of Params that is not fixed, in order."""
         if not self._is_checked:  # in the first call only: one place launches a kernel, and lookups by name take time
             self._check_names(values)
             self._is_checked = True
@@ -191,11 +172,7 @@ class Launcher:
 class PreparedLaunch:
     """A launch that repeats. It keeps its packed parameters, so other launches of the kernel in between do not change them.
 
-    Args:
-        launcher: Of the kernel.
-        params: The packed Params.
-        dtype: Of Params.
-        num_blocks: Blocks of the grid. It may be changed between launches.
+    `num_blocks` may be changed between launches.
     """
 
     def __init__(self, launcher: Launcher, params: bytes, dtype: np.dtype, num_blocks: int) -> None:
@@ -226,14 +203,9 @@ def _format(dtype: np.dtype, names: tuple[str, ...], start: int) -> str:
 
 
 def launch_local(name: str, stream: int, values: Mapping[str, int], max_blocks: int, dtype: str | None = None) -> None:
-    """Launch a kernel on the GPU of the current context.
+    """Launch a kernel on the GPU of the current context. `values` are the members of its Params, in their order.
 
-    Args:
-        name: Its name in the kernel table.
-        stream: The stream of the launch.
-        values: The members of its Params, in their order.
-        max_blocks: Blocks that have work. If there are none, this launches nothing.
-        dtype: Element type, for a kernel that is compiled once for each.
+    `max_blocks` blocks have work. Without any, this launches nothing. `dtype` is for a kernel that is compiled once for each element type.
     """
     if max_blocks > 0:
         with _launching:
@@ -242,27 +214,16 @@ def launch_local(name: str, stream: int, values: Mapping[str, int], max_blocks: 
 
 
 def load_local(*names: str, dtype: str | None = None) -> None:
-    """Load kernels. A later launch then does not fail for want of a kernel.
-
-    Args:
-        names: Their names in the kernel table.
-        dtype: Element type, for kernels that are compiled once for each.
-    """
+    """Load kernels. A later launch then does not fail for want of a kernel."""
     with _launching:
         for name in names:
             _local_launcher(name, dtype, compiler.target_arch(), compiler.gpu_context())
 
 
 def launch_zero_padding(stream: int, x: int, out: int, num_kept: int, num_rows: int, row_bytes: int) -> None:
-    """Copy the first rows of `x` to `out`, and fill its other rows with zeros.
+    """Copy the first rows of `x` to `out`, and fill its other rows with zeros, `num_rows` in all.
 
-    Args:
-        stream: The stream of the launch.
-        x: Address on the GPU.
-        out: Address on the GPU.
-        num_kept: Address on the GPU of the number of rows to copy (int32).
-        num_rows: Rows of `out`.
-        row_bytes: Bytes of a row.
+    `x`, `out` and `num_kept` are addresses on the GPU. `num_kept` is that of the number of rows to copy (int32).
     """
     values = {"x": x, "out": out, "num_kept": num_kept, "num_rows": num_rows, "row_bytes": row_bytes}
     launch_local("zero_padding", stream, values, num_rows)

@@ -85,11 +85,7 @@ def _wheel_versions(library: Path, wheels: Sequence[str]) -> list[str]:
 
 @functools.cache
 def nvshmem() -> Nvshmem:
-    """Find NVSHMEM's headers, and its device library in the folder of the host library.
-
-    Raises:
-        EPUnavailableError: if it is not installed.
-    """
+    """Find NVSHMEM's headers, and its device library in the folder of the host library. Raise EPUnavailableError if it is not installed."""
     host = _nvshmem_host_library()
     device_library = host.with_name("libnvshmem_device.a")
     include = next((d for d in (host.parent.parent / "include", *_header_folder("nvshmem")) if (d / "nvshmem.h").is_file()), None)
@@ -126,8 +122,7 @@ def _nvshmem_version(include: Path) -> str:
 def cuda_headers() -> tuple[Path, ...]:
     """Find the folders of the CUDA run-time and C++ core library headers, which NVSHMEM's headers include.
 
-    Raises:
-        EPUnavailableError: if they are not installed.
+    Raise EPUnavailableError if they are not installed.
     """
     toolkit = Path("/usr/local/cuda/include")
     wheels = [*_nvidia_folders("cu13/include"), *_nvidia_folders("cuda_runtime/include"), *_nvidia_folders("cuda_cccl/include")]

@@ -28,43 +28,26 @@ _REGISTER = re.compile(r"(?<![A-Z])R(\d+)(\.64)?")
 
 @dataclass(frozen=True)
 class MachineCode:
-    """The machine code of a kernel in figures.
+    """The machine code of a kernel in figures."""
 
-    Attributes:
-        registers: Registers of a thread.
-        stack_bytes: Its stack frame.
-        max_threads: Threads of a block, from `__launch_bounds__`. None: without.
-        instructions: All instructions.
-        local_accesses: Loads and stores of the thread's local memory: spilled registers and the stack.
-        wide_loads: Loads of at least 16 bytes from global memory.
-        wide_stores: Stores of at least 16 bytes to global memory.
-        loads_at_once: The most such loads that start before an instruction uses the result of one of them.
-        narrow_accesses: Loads and stores of 1 or 2 bytes of global memory.
-        bulk_loads: Copies of the copy engine from global memory.
-        bulk_stores: Copies of the copy engine to global memory.
-        accesses_before_wait: Accesses to global memory before the kernel waits for its predecessor. None: it does not wait.
-    """
-
-    registers: int
-    stack_bytes: int
-    max_threads: int | None
-    instructions: int
-    local_accesses: int
-    wide_loads: int
-    wide_stores: int
-    loads_at_once: int
-    narrow_accesses: int
-    bulk_loads: int
-    bulk_stores: int
-    accesses_before_wait: int | None
+    registers: int  # of a thread
+    stack_bytes: int  # its stack frame
+    max_threads: int | None  # of a block, from `__launch_bounds__`. None: without
+    instructions: int  # all
+    local_accesses: int  # loads and stores of the thread's local memory: spilled registers and the stack
+    wide_loads: int  # loads of at least 16 bytes from global memory
+    wide_stores: int  # stores of at least 16 bytes to global memory
+    loads_at_once: int  # the most `wide_loads` that start before an instruction uses the result of one of them
+    narrow_accesses: int  # loads and stores of 1 or 2 bytes of global memory
+    bulk_loads: int  # copies of the copy engine from global memory
+    bulk_stores: int  # copies of the copy engine to global memory
+    accesses_before_wait: int | None  # to global memory, before it waits for its predecessor. None: it does not wait
 
 
 def machine_codes(entries: Sequence[Entry]) -> list[MachineCode]:
     """Read the machine code of entries of the kernel cache.
 
-    Raises:
-        EPUnavailableError: if nvdisasm is not installed, or does not know an architecture.
-        ValueError: if an entry is no cubin.
+    Raise EPUnavailableError if nvdisasm is not installed, or does not know an architecture, and ValueError if an entry is no cubin.
     """
     functions = [read_function(entry.code, entry.info["kernel"]) for entry in entries]
     texts = disassemble([(entry.arch, function.code) for entry, function in zip(entries, functions, strict=True)])

@@ -89,15 +89,10 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class FileKind:
-    """The files of one kind of entry.
+    """The files of one kind of entry."""
 
-    Attributes:
-        suffix: Of the names of entries. A name begins with the key.
-        start: The first bytes of every version of the files. Empty: any.
-    """
-
-    suffix: str
-    start: bytes = b""
+    suffix: str  # of the names of entries. A name begins with the key
+    start: bytes = b""  # the first bytes of every version of the files. Empty: any
 
     @functools.cached_property
     def _names(self) -> re.Pattern[str]:
@@ -166,19 +161,12 @@ def _write(open_: Callable[[], AbstractContextManager[Folder]], name: str, data:
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled kernel and its metadata.
+    """A compiled kernel and its metadata."""
 
-    Attributes:
-        key: 64 hexadecimal digits: a hash of everything that determines the code.
-        arch: Target, such as "sm_90".
-        code: A cubin, or PTX.
-        info: See `CompiledKernel.info`. `FIELDS` lists its members.
-    """
-
-    key: str
-    arch: str
-    code: bytes
-    info: dict[str, Any] = field(default_factory=dict)
+    key: str  # 64 hexadecimal digits: a hash of everything that determines the code
+    arch: str  # target, such as "sm_90"
+    code: bytes  # a cubin, or PTX
+    info: dict[str, Any] = field(default_factory=dict)  # see `CompiledKernel.info`. `FIELDS` lists its members
 
 
 @dataclass(frozen=True)
@@ -240,12 +228,12 @@ def unpack(data: bytes, arch: str, key: str) -> Entry | CorruptEntry:
 
 
 class KernelCache:
-    """A folder of compiled kernels, which any number of processes share.
+    """A folder of compiled kernels, which any number of processes share; default `DEEPEP_RT_CACHE_DIR`. The first write creates it.
 
     A file is loaded only if this user or root owns it and no other user may write it. `DEEPEP_RT_TRUST_CACHE=1` allows other files.
 
-    Args:
-        folder: Its path; default `DEEPEP_RT_CACHE_DIR`. The first write creates it.
+    All methods but `clear` raise EPCacheError if the folder belongs to another user, or other users may write it. All but `get` raise it if
+    the folder cannot be read or written.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -254,14 +242,7 @@ class KernelCache:
     def get(self, arch: str, key: str, kernel: str | None = None, versions: Mapping[str, str] | None = None) -> Entry | None:
         """Look up an entry. Return None, with a warning, if the entry is corrupt or not the wanted one.
 
-        Args:
-            arch: Target, such as "sm_90".
-            key: 64 hexadecimal digits.
-            kernel: Name of the kernel that the entry must hold; None: any.
-            versions: Versions that the entry must be built with; it may name more.
-
-        Raises:
-            EPCacheError: if the folder belongs to another user, or other users may write it.
+        The wanted one holds `kernel` and was built with `versions`, which need not be all of its versions. Without them, any entry will do.
         """
         try:
             with self._opened(arch) as folder:
@@ -279,11 +260,7 @@ class KernelCache:
         return None
 
     def put(self, entry: Entry) -> None:
-        """Write an entry. A reader sees the complete old entry or the complete new one.
-
-        Raises:
-            EPCacheError: if the folder cannot be written, belongs to another user, or other users may write it.
-        """
+        """Write an entry. A reader sees the complete old entry or the complete new one."""
         with self._explained():
             _write(lambda: self._opened(entry.arch, make=True), f"{entry.key}{SUFFIX}", pack(entry))
 
@@ -293,9 +270,6 @@ class KernelCache:
 
         It is not held if the file system has no locks, if another user owns the lock file, or after `timeout_s`: the holder may be stuck,
         or may have died on another machine. Compiling twice only costs time.
-
-        Raises:
-            EPCacheError: if the folder cannot be written, belongs to another user, or other users may write it.
         """
         number = None
         with self._explained():
@@ -307,11 +281,7 @@ class KernelCache:
                 os.close(number)  # releases the lock; the file stays, because other processes may wait for its lock
 
     def entries(self) -> list[Entry | CorruptEntry]:
-        """Return all entries, ordered by architecture, kernel and key.
-
-        Raises:
-            EPCacheError: if the folder exists but cannot be read, is no folder, belongs to another user, or other users may write it.
-        """
+        """Return all entries, ordered by architecture, kernel and key."""
         found = []
         for folder, arch, names in self._folders(self._check):
             for name in filter(KERNEL_FILES.is_entry, names):
@@ -324,9 +294,6 @@ class KernelCache:
         """Delete all entries and the other files of this class. Return the number of entries. Files in use stay.
 
         A file is deleted if it lies in the folder of an architecture, has a name of this class, is regular, and starts as its files do.
-
-        Raises:
-            EPCacheError: if the folder cannot be read or written, or is no folder.
         """
         number = 0
         for folder, _, names in self._folders(lambda path, reason: None):
@@ -408,13 +375,7 @@ def _is_allowed(path: Path, reason: str) -> bool:
 
 
 def _lock_file(folder: Folder, path: Path, timeout_s: float, deadline: float) -> int | None:
-    """Open and lock a lock file. Return its descriptor, or None if it cannot be locked in time.
-
-    Args:
-        folder: The open folder of the file.
-        path: Its path.
-        timeout_s: The limit of the caller, for the warning.
-        deadline: The time at which to stop waiting, on the monotonic clock.
+    """Open and lock a lock file. Return its descriptor, or None if it cannot be locked before `deadline`, a monotonic time.
 
     Raises:
         FileNotFoundError: if another process deleted the file meanwhile. The caller tries again.
@@ -491,12 +452,9 @@ class SavedFiles:
     version: int = 1
 
     def load(self, key: Key, make: Callable[[dict[str, Any]], _Result]) -> _Result | None:
-        """Return what `make` makes of the file of a key; None without one. A file that is damaged, or that another user may have
-        written, is ignored, with a message in the log.
+        """Return what `make` makes of the file of a key; None without one. `make` may raise any exception for members that do not fit.
 
-        Args:
-            key: The key.
-            make: Gets the file's members. It raises any exception for members that do not fit together.
+        A file that is damaged, or that another user may have written, is ignored, with a message in the log.
         """
         name, wanted = self._name(key), json.loads(json.dumps(dict(key)))
 
@@ -540,8 +498,7 @@ class SavedFiles:
     def clear(self) -> int:
         """Delete all files of measurements, and what a process that died has left of them. Return the number of measurements.
 
-        Raises:
-            OSError: if a file cannot be deleted.
+        Raise OSError if a file cannot be deleted.
         """
         number = 0
         with suppress(FileNotFoundError, NotADirectoryError), _opened(_env.cache_dir(), self.folder) as folder:
@@ -552,9 +509,7 @@ class SavedFiles:
     def _read(self, name: str, make: Callable[[dict[str, Any]], _Result]) -> _Result:
         """Return what `make` makes of a file of this version.
 
-        Raises:
-            UnusableFile: if the file must not be used.
-            OSError: if there is none, or a folder cannot be opened.
+        Raise UnusableFile if the file must not be used, and OSError if there is none, or a folder cannot be opened.
         """
         reasons: list[str | None] = []
         with _opened(_env.cache_dir(), self.folder, lambda path, reason: reasons.append(reason)) as folder:

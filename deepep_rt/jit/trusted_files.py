@@ -27,31 +27,20 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(frozen=True)
 class Folder:
-    """An open folder.
+    """An open folder."""
 
-    Attributes:
-        number: Its file descriptor.
-        objection: The reason why its contents must not be trusted; None if they may be trusted.
-        is_enclosed: Whether only the owners may write it and the folders above it. Other users cannot have added files.
-    """
-
-    number: int
-    objection: str | None
-    is_enclosed: bool
+    number: int  # its file descriptor
+    objection: str | None  # the reason why its contents must not be trusted; None if they may be trusted
+    is_enclosed: bool  # whether only the owners may write it and the folders above it. Other users cannot have added files
 
 
 @contextmanager
 def open_folder(path: Path, *, make: bool = False) -> Iterator[Folder]:
-    """Open a folder by its path, and follow links in the path.
+    """Open a folder by its path, and follow links in the path. `make` creates it, and the folders above it, if necessary.
 
     Other users may write it, as `/tmp` or an empty volume of a container. They own the files that they add, and these are refused.
 
-    Args:
-        path: The folder.
-        make: Create it, and the folders above it, if necessary.
-
-    Raises:
-        OSError: if it cannot be opened or created, or is no folder.
+    Raise OSError if it cannot be opened or created, or is no folder.
     """
     if make:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -91,8 +80,7 @@ def _folders_above(path: Path) -> Sequence[Path]:
 def open_file(name: str, folder: Folder, flags: int, mode: int = 0o600) -> int:
     """Open a regular file inside an open folder. Return its descriptor.
 
-    Raises:
-        OSError: if it cannot be opened, or is not a regular file, but a link or a FIFO, for example.
+    Raise OSError if it cannot be opened, or is not a regular file, but a link or a FIFO, for example.
     """
     try:
         number = os.open(name, flags | _FILE, mode, dir_fd=folder.number)
@@ -109,11 +97,7 @@ def open_file(name: str, folder: Folder, flags: int, mode: int = 0o600) -> int:
 def read_file(name: str, folder: Folder, most_bytes: int, objection_to: Callable[[os.stat_result], str | None]) -> bytes:
     """Return the content of a regular file in an open folder.
 
-    Args:
-        name: Its name.
-        folder: The folder.
-        most_bytes: The largest size.
-        objection_to: Gets the status of the open file. It returns the reason why the content must not be used, or None.
+    `objection_to` gets the status of the open file. It returns the reason why the content must not be used, or None.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -134,17 +118,10 @@ def read_file(name: str, folder: Folder, most_bytes: int, objection_to: Callable
 
 
 def replace_file(name: str, folder: Folder, data: bytes, mode: int | None = None, *, lasting: bool = False) -> None:
-    """Write a file whole. A reader sees the old content or the new one.
+    """Write a file whole. A reader sees the old content or the new one. Raise OSError if it cannot be written. The old file then stays.
 
-    Args:
-        name: Its name.
-        folder: The open folder.
-        data: The content.
-        mode: The permissions. None: those of the process for new files, without writing by other users.
-        lasting: Write it to the disk before it gets its name. A machine that stops in between leaves the old file.
-
-    Raises:
-        OSError: if it cannot be written. The old file stays.
+    Without `mode`, the permissions are those of the process for new files, but other users may not write it. `lasting` writes it to the
+    disk before it gets its name. A machine that stops in between leaves the old file.
     """
     draft = f".{name.partition('.')[0][:64]}.{secrets.token_hex(4)}.tmp"
     number = open_file(draft, folder, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -180,11 +157,9 @@ def status_of(number: int) -> os.stat_result:
 
 
 def objection(status: os.stat_result, is_enclosed: bool) -> str | None:
-    """Return the reason why an open file or folder must not be trusted, or None.
+    """Return the reason why an open file or folder must not be trusted, or None. `status` is from `status_of`.
 
-    Args:
-        status: The result of `status_of`.
-        is_enclosed: `Folder.is_enclosed` of its folder.
+    `is_enclosed` is that of its folder.
     """
     if reason := _owner_objection(status, is_enclosed):
         return reason

@@ -18,11 +18,7 @@ _MIN_CHOICE_WINDOW = 64
 
 
 class Layout:
-    """All memory maps of a Buffer, and every constant of the kernels that follows from its sizes. Each is computed once.
-
-    Args:
-        config: The Buffer's sizes.
-    """
+    """All memory maps of a Buffer, and every constant of the kernels that follows from its sizes. Each is computed once."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

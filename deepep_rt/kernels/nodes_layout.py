@@ -46,12 +46,7 @@ class Chunk:
 
 
 class NodesLayout:
-    """Sizes and maps of the throughput calls of a Buffer with several nodes.
-
-    Args:
-        config: The Buffer's sizes.
-        sizes: The constants of its structures so far.
-    """
+    """Sizes and maps of the throughput calls of a Buffer with several nodes. `sizes` has the constants of its structures so far."""
 
     def __init__(self, config: Config, sizes: dict[str, int]) -> None:
         self.config = config

@@ -32,17 +32,11 @@ NVSHMEM_CALLS = "common/nvshmem_calls.cu"
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of CUDA source.
-
-    Attributes:
-        text: Its content.
-        words: Each identifier, keyword and number in it.
-        includes: The headers that it names in quotes, relative to the folder of the sources.
-    """
+    """A file of CUDA source."""
 
     text: str
-    words: frozenset[str]
-    includes: tuple[str, ...]
+    words: frozenset[str]  # each identifier, keyword and number in it
+    includes: tuple[str, ...]  # the headers that it names in quotes, relative to the folder of the sources
 
 
 _known: dict[str, tuple[tuple[int, ...], SourceFile]] = {}
@@ -50,11 +44,7 @@ _known: dict[str, tuple[tuple[int, ...], SourceFile]] = {}
 
 
 def read_source(path: str) -> SourceFile:
-    """Read a file, or return what it held when it was read before. A changed file is read again.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """Read a file, or return what it held when it was read before. A changed file is read again. Raise OSError if it cannot be read."""
     status = os.stat(path)
     stamp = status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
     known = _known.get(path)
@@ -75,17 +65,9 @@ def words_of(text: str) -> frozenset[str]:
 def kernel_constants(
     layout: Layout, arch: str, kernel: Kernel, dtype: str | None = None, shape: CopyShape | None = None
 ) -> dict[str, int]:
-    """Return each constant that `kernel` may use.
+    """Return each constant that `kernel` may use. `shape` is that of the copy warps of `dispatch` or `combine`; by default the usual one.
 
-    Args:
-        layout: Of the Buffer.
-        arch: Target, such as "sm_90".
-        kernel: An entry of the kernel table.
-        dtype: Element type, for a kernel that is compiled once for each.
-        shape: The shape of the copy warps of `dispatch` or `combine`. None: the usual one.
-
-    Raises:
-        EPConfigError: if `kernel` needs a dtype and there is none.
+    `dtype` is the element type, for a kernel that is compiled once for each. Raise EPConfigError if `kernel` needs one and there is none.
     """
     config = layout.config
     constants = {**layout.constants, **tuning(config, arch), **local_constants(arch, dtype)}

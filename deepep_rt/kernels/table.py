@@ -28,40 +28,22 @@ _CALL_KINDS = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel.
+    """A kernel."""
 
-    Attributes:
-        name: Name of its file and of its entry point.
-        params: Members of its Params.
-        threads: Constant with the threads of a block.
-        folder: Folder of its file in cuda_src.
-        shared: Constant with the bytes of dynamic shared memory.
-        per_dtype: Whether it is compiled once for each element type of combine.
-        is_local: Whether it works on arrays of one rank without a Buffer (jit/launch.py).
-        compression: The form of a combine's rows on the way, one of `COMPRESSIONS`. None: they travel as they are.
-        needs_fp8: Whether it needs a GPU that converts to FP8.
-        low_latency: Whether it needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM.
-        over_nodes: Whether it serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node.
-        scale_up_only: Whether all ranks must reach each other directly.
-        overlaps: Whether it may start while its predecessor ends. Its source waits for it before it uses
-            what it writes (common/memory.cuh).
-        max_stack_bytes: Its declared stack frame. CI fails if the frame is larger or registers spill.
-    """
-
-    name: str
-    params: str
-    threads: str
-    folder: str = ""
-    shared: str | None = None
-    per_dtype: bool = False
-    compression: str | None = None
-    is_local: bool = False
-    needs_fp8: bool = False
-    low_latency: bool = False
-    over_nodes: bool = False
-    scale_up_only: bool = False
-    overlaps: bool = False
-    max_stack_bytes: int = 0
+    name: str  # of its file and of its entry point
+    params: str  # members of its Params
+    threads: str  # constant with the threads of a block
+    folder: str = ""  # of its file in cuda_src
+    shared: str | None = None  # constant with the bytes of dynamic shared memory
+    per_dtype: bool = False  # compiled once for each element type of combine
+    compression: str | None = None  # form of a combine's rows on the way, one of `COMPRESSIONS`. None: they travel as they are
+    is_local: bool = False  # works on arrays of one rank without a Buffer (jit/launch.py)
+    needs_fp8: bool = False  # needs a GPU that converts to FP8
+    low_latency: bool = False  # needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM
+    over_nodes: bool = False  # serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node
+    scale_up_only: bool = False  # all ranks must reach each other directly
+    overlaps: bool = False  # may start while its predecessor ends. Waits for it before it uses what it writes (common/memory.cuh)
+    max_stack_bytes: int = 0  # declared stack frame. CI fails if the frame is larger or registers spill
 
     def fits(self, config: Config) -> bool:
         """Return whether a Buffer of these sizes can launch the kernel."""

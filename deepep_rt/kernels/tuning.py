@@ -51,11 +51,7 @@ _WARPS = (1, 2, 3, 4, 6)  # that are tried
 
 
 def arch_number(arch: str) -> int:
-    """Return the compute capability of a target: 90 for `sm_90`, `sm_90a` or `compute_90`.
-
-    Raises:
-        EPConfigError: if `arch` is no such name.
-    """
+    """Return the compute capability of a target: 90 for `sm_90`, `sm_90a` or `compute_90`. Raise EPConfigError for no such name."""
     match = re.fullmatch(r"(?:sm|compute)_(\d+)[af]?", arch)
     if match is None:
         raise EPConfigError(f"arch={arch!r}; expected a name such as sm_80, sm_90 or compute_80")
@@ -210,13 +206,9 @@ def is_possible(call: str, shape: CopyShape, config: Config) -> bool:
 
 
 def copy_constants(call: str, config: Config, shape: CopyShape, with_tma: bool) -> dict[str, int]:
-    """Return the constants of a kernel with this shape.
+    """Return the constants of a kernel of "dispatch" or "combine" with this shape.
 
-    Args:
-        call: "dispatch" or "combine".
-        config: The sizes.
-        shape: The shape.
-        with_tma: Whether the target has bulk copies. Without them, blocks need no shared memory for stages.
+    Without bulk copies (`with_tma`), blocks need no shared memory for stages.
     """
     assert call in CALLS
     name, others = call.capitalize(), _OTHER_WARPS[call][0 if with_tma else 1]

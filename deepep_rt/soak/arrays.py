@@ -161,9 +161,8 @@ class Arrays:
     def difference(self, got: Any, want: Any) -> Any:
         """Compare bytes, `[n]` uint8 each. On a GPU this does not wait.
 
-        Returns:
-            None if they are equal on the host. Otherwise int64: the number of differing bytes, the first one, the first shown byte, then
-            the shown bytes of `want` and of `got`.
+        Return None if they are equal on the host. Otherwise int64: the number of differing bytes, the first one, the first shown byte, then
+        the shown bytes of `want` and of `got`.
         """
         xp, size = self.xp, len(got)
         if not size:

@@ -50,33 +50,19 @@ _HOST_SHAPES = (
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that a plan depends on.
+    """Everything that a plan depends on. The options that are None by default are then those of the shape."""
 
-    Args:
-        seed: Seed of all random choices.
-        num_ranks: Ranks of the run.
-        on_gpu: Draw the larger shapes for GPUs, and rounds with CUDA graphs.
-        rounds_per_buffer: Rounds before the next Buffer is made.
-        has_fp8: Draw FP8 conversion in low-latency dispatches, and combines with rows as FP8.
-        tokens: Most tokens of a rank in Buffers of the throughput mode alone. None: the shape's.
-        low_latency_tokens: Most tokens of a rank in Buffers of both modes. None: the shape's.
-        hidden: Elements of a row. None: the shape's.
-        topk: Experts of a token. None: the shape's.
-        experts: Experts over all ranks. None: the shape's.
-        ranks_per_node: As in `Buffer`. None: on the host backend, some Buffers declare nodes. On GPUs, a node is a host.
-    """
-
-    seed: int
+    seed: int  # of all random choices
     num_ranks: int
-    on_gpu: bool
-    rounds_per_buffer: int = 200
-    has_fp8: bool = True
-    tokens: int | None = None
-    low_latency_tokens: int | None = None
-    hidden: int | None = None
-    topk: int | None = None
-    experts: int | None = None
-    ranks_per_node: int | None = None
+    on_gpu: bool  # draw the larger shapes for GPUs, and rounds with CUDA graphs
+    rounds_per_buffer: int = 200  # rounds before the next Buffer is made
+    has_fp8: bool = True  # draw FP8 conversion in low-latency dispatches, and combines with rows as FP8
+    tokens: int | None = None  # most tokens of a rank in Buffers of the throughput mode alone
+    low_latency_tokens: int | None = None  # most tokens of a rank in Buffers of both modes
+    hidden: int | None = None  # elements of a row
+    topk: int | None = None  # experts of a token
+    experts: int | None = None  # over all ranks
+    ranks_per_node: int | None = None  # None: on the host backend, some Buffers declare nodes. On GPUs, a node is a host
 
     def __post_init__(self) -> None:
         for name, least in (("seed", 0), ("rounds_per_buffer", 1)):
@@ -99,7 +85,7 @@ class BufferPlan:
     path: str
     num_max_recv_tokens: int | None
 
-    def settings(self, options: Options) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Return the arguments of `Buffer`."""
         shape = self.shape
         return dict(

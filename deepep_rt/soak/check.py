@@ -51,12 +51,7 @@ class _Pending:
 
 
 class Checker:
-    """Compare arrays and collect differences. `settle` waits for the comparisons.
-
-    Args:
-        arrays: NumPy or CuPy.
-        rank: This rank.
-    """
+    """Compare arrays and collect differences. `settle` waits for the comparisons."""
 
     def __init__(self, arrays: Arrays, rank: int) -> None:
         self.arrays, self.rank = arrays, rank
@@ -95,16 +90,8 @@ class Checker:
     ) -> None:
         """Compare the first rows of a large array with generated ones, chunk by chunk.
 
-        Args:
-            made_in: Round that made the array.
-            call: Call that returned the array.
-            name: Name of the array.
-            got: The array. Rows from `len(keys)` on are undefined.
-            shape: Expected shape.
-            dtype: Expected element type.
-            keys: A key for each defined row.
-            make: Generates the rows of keys.
-            note: Describes a row.
+        The round `made_in` made the array. `keys` has a key for each defined row, from which `make` generates it. Further rows of `got` are
+        undefined. `note` describes a row.
         """
         if got is None:
             self.value(made_in, call, name, got, "an array")

@@ -32,11 +32,7 @@ class Rows(NamedTuple):
 class Routing:
     """The routing of one dispatch for one rank.
 
-    Args:
-        choices: For each rank `[tokens, topk]`, experts or -1.
-        rank: This one.
-        num_experts: Experts over all ranks.
-        worst: `num_worst_tokens` of each rank. None: all rows fit.
+    For each rank, `choices` are `[tokens, topk]`, experts or -1, and `worst` is its `num_worst_tokens`. None: all rows fit.
     """
 
     def __init__(self, choices: Sequence[np.ndarray], rank: int, num_experts: int, worst: Sequence[int] | None = None) -> None:
@@ -114,11 +110,7 @@ class Entries(NamedTuple):
 class ExpertRouting:
     """The routing of one low-latency dispatch for one rank. A token may name an expert more than once.
 
-    Args:
-        choices: For each rank `[tokens, topk]`, experts or -1.
-        rank: This one.
-        num_experts: Experts over all ranks.
-        capacity: Rows of an expert that fit. Later ones are dropped.
+    `choices` are as for `Routing`. An expert has room for `capacity` rows. Later ones are dropped.
     """
 
     def __init__(self, choices: Sequence[np.ndarray], rank: int, num_experts: int, capacity: int) -> None:
@@ -172,15 +164,7 @@ class ExpertRows(NamedTuple):
 
 
 class Received:
-    """The rows by expert of one rank.
-
-    Args:
-        choices: For each rank `[tokens, topk]`, experts or -1.
-        rank: The rank.
-        num_experts: Experts over all ranks.
-        alignment: `expert_alignment`.
-        worst: `num_worst_tokens`. None: all rows fit.
-    """
+    """The rows by expert of one rank. `choices` are as for `Routing`. `worst` is `num_worst_tokens` of the rank. None: all rows fit."""
 
     def __init__(self, choices: list[np.ndarray], rank: int, num_experts: int, alignment: int, worst: int | None) -> None:
         self.routing = ExpertRouting(choices, rank, num_experts, sum(idx.size for idx in choices))
@@ -223,19 +207,11 @@ def summed(
 ) -> Any:
     """Compute the sums of a combine: float32, each node in rank order, then the nodes, then the biases, rounded once.
 
-    The sum of a node other than that of this rank is rounded before it is added, but for compressed rows of the direct path.
+    The sum of a node other than that of this rank is rounded before it is added, but for compressed rows of the direct path. `row` returns
+    the rows of a rank for tokens of this rank. Rows and biases, which are of all tokens, are unsigned integers.
 
-    Args:
-        arrays: NumPy or CuPy.
-        routing: Routing of the dispatch.
-        node_size: Ranks of a node.
-        width: Elements of a row.
-        dtype: Element type of the rows.
-        row: Returns rank `peer`'s rows for tokens of this rank, as unsigned integers.
-        biases: Biases of all tokens, as unsigned integers.
-        compress: The form of rows on the way, those of this rank included. With several nodes, it is the form of the rounded sums of other
-            nodes, or on the direct path of their rows. None: as they are.
-        path: The way between nodes.
+    `compress` is the form of rows on the way, those of this rank included. With several nodes, it is the form of the rounded sums of other
+    nodes, or on the direct path of their rows. None: as they are.
     """
     has_nodes, is_direct = node_size < routing.num_ranks, compress is not None and path == "direct"
     total = arrays.xp.zeros((len(routing.mine), width), np.float32)
@@ -270,15 +246,11 @@ def weighted(
 ) -> Any:
     """Compute the sums of a low-latency combine as bfloat16 in unsigned integers.
 
-    Args:
-        arrays: NumPy or CuPy.
-        expert_ranks: `[tokens, topk]`, the rank that returns a row for a choice, or -1 if no row is added.
-        width: Elements of a row.
-        weights: `[tokens, topk]` float32 of this rank.
-        row: Returns the rows of a choice for all tokens, as unsigned integers.
-        num_ranks: Ranks of the Buffer.
-        reduce_early: Whether expert ranks add up their rows of a token and round the sum.
-        compress: The form of the rounded sums on the way. None: as they are.
+    `expert_ranks`, `[tokens, topk]`, is the rank that returns a row for a choice, or -1 if no row is added. `weights`, `[tokens, topk]`
+    float32, are of this rank. `row` returns the rows of a choice for all tokens, as unsigned integers.
+
+    With `reduce_early`, expert ranks add up their rows of a token and round the sum. `compress` is the form of these sums on the way. None:
+    as they are.
     """
     xp, shape = arrays.xp, (len(expert_ranks), width)
     sums: dict[int, Any] = {peer: xp.zeros(shape, np.float32) for peer in (range(num_ranks) if reduce_early else [0])}
@@ -303,14 +275,9 @@ def weighted(
 def to_fp8(arrays: Arrays, rows: Any, *, round_scale: bool, ue8m0: bool) -> tuple[Any, Any]:
     """Convert rows of finite bfloat16 to e4m3fn with a scale for each 128 channels, rounded to nearest, ties to even.
 
-    Args:
-        arrays: NumPy or CuPy.
-        rows: `[n, hidden]` uint16.
-        round_scale: Round scales to powers of two.
-        ue8m0: Return scales as exponents.
+    `rows` are `[n, hidden]` uint16. `round_scale` rounds scales to powers of two. `ue8m0` returns scales as exponents.
 
-    Returns:
-        `[n, hidden]` uint8, and `[n, hidden // 128]` float32 or uint8.
+    Return `[n, hidden]` uint8, and `[n, hidden // 128]` float32 or uint8.
     """
     xp = arrays.xp
     groups = arrays.to_float32(rows, "bfloat16").reshape(len(rows), rows.shape[1] // FP8_GROUP, FP8_GROUP)
@@ -329,16 +296,7 @@ def to_fp8(arrays: Arrays, rows: Any, *, round_scale: bool, ue8m0: bool) -> tupl
 
 
 def after_compression(arrays: Arrays, rows: Any, form: str) -> Any:
-    """Return finite rows as a combine with `compress=form` adds them.
-
-    Args:
-        arrays: NumPy or CuPy.
-        rows: `[n, hidden]` float32, `hidden` a multiple of 128.
-        form: One of `COMPRESSIONS`.
-
-    Returns:
-        `[n, hidden]` float32.
-    """
+    """Return finite rows, `[n, hidden]` float32 with `hidden` a multiple of 128, as a combine with `compress=form` adds them."""
     made = arrays.xp.zeros(rows.shape, np.float32)
     for part in arrays.chunks(len(rows), rows.nbytes // max(len(rows), 1)):  # a part needs several times its memory
         groups = rows[part].reshape(-1, FP8_GROUP)

@@ -13,8 +13,7 @@ _TEXT = b"soak: interrupted, and ends at the next synchronization of all ranks. 
 class Interruption:
     """Within a `with` block of the main thread, SIGINT and SIGTERM set `is_set`. A second signal ends the process.
 
-    Args:
-        prints: Whether this rank says so on standard error.
+    With `prints`, this rank says so on standard error.
     """
 
     def __init__(self, *, prints: bool) -> None:

@@ -124,16 +124,9 @@ def round_of(options: Options, number: int) -> RoundPlan:
 
 
 def experts_of(options: Options, plan: RoundPlan, step: int, rank: int) -> np.ndarray:
-    """Draw the experts that the tokens of a rank choose.
+    """Draw the experts that the tokens of a rank choose, `[tokens, topk]` int64, -1 for none.
 
-    Args:
-        options: Options of the run.
-        plan: Plan of the round.
-        step: Number of the step in a low-latency round, because each step has a routing. Otherwise 0.
-        rank: The source rank.
-
-    Returns:
-        `[tokens, topk]` int64, -1 for none. A token's experts differ unless the pool has fewer than `topk`.
+    Each `step` of a low-latency round has a routing. Otherwise it is 0. A token's experts differ unless the pool has fewer than `topk`.
     """
     buffer = buffer_of(options, plan.number // options.rounds_per_buffer)
     pool_rng = np.random.default_rng((options.seed, POOLS, plan.number, step))

@@ -14,15 +14,7 @@ from .check import Mismatch
 
 
 def command(options: Options, backend: str, timeout_s: float, number: int, since: int | None = None) -> str:
-    """Format the command that repeats a round.
-
-    Args:
-        options: Options of the run.
-        backend: Backend of the run.
-        timeout_s: Time-out of the run.
-        number: Number of the round.
-        since: The first round of the repetition. None: only this round.
-    """
+    """Format the command that repeats a round of a run. `since` is the first round of the repetition. None: only this round."""
     sizes = ("tokens", "low_latency_tokens", "hidden", "topk", "experts", "ranks_per_node")
     words = ["mpirun", "-n", options.num_ranks, "python", "-m", "deepep_rt", "soak", "--backend", backend]
     for name in sizes:

@@ -71,8 +71,7 @@ class Asked:
     def check(self) -> None:
         """Check the values and their combination.
 
-        Raises:
-            EPConfigError: if a value is out of range, or two values contradict each other.
+        Raise EPConfigError if a value is out of range, or two values contradict each other.
         """
         if self.minutes is not None and not 0 < self.minutes < MAX_TIMEOUT_S:
             raise EPConfigError(f"--minutes is {self.minutes:g}; expected a positive number. Pass one.")
@@ -93,10 +92,7 @@ class Asked:
 
 
 def run(asked: Asked) -> dict[str, Any] | None:
-    """Run on all ranks of the current mpirun.
-
-    Returns:
-        The report, on rank 0; its "status" is "passed", "mismatch" or "interrupted".
+    """Run on all ranks of the current mpirun. Rank 0 returns the report. Its "status" is "passed", "mismatch" or "interrupted".
 
     Raises:
         EPConfigError: if an option is wrong.
@@ -171,7 +167,7 @@ class Run:
             last = (plan.number + 1) * self.options.rounds_per_buffer
             last = last if self.end is None else min(last, self.end)
             self.watchdog.feed(self.asked.timeout_s + (_COMPILING_S if self.options.on_gpu else 0))
-            settings = plan.settings(self.options)
+            settings = plan.settings()
             with Buffer(self.comm, backend=self.backend, timeout_s=self.asked.timeout_s, **settings) as buffer:
                 self.session = session = Session(
                     self.options, plan, buffer, self.arrays, self.check, self.times, self.rank, self._align

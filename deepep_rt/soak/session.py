@@ -46,18 +46,7 @@ class _Kept(NamedTuple):
 
 
 class Session:
-    """One Buffer and the data of its rounds.
-
-    Args:
-        options: Options of the run.
-        plan: Plan of the Buffer.
-        buffer: The Buffer.
-        arrays: NumPy or CuPy.
-        check: Collects differences.
-        times: Collects times.
-        rank: This rank.
-        align: Waits for all ranks.
-    """
+    """One Buffer and the data of its rounds. `align` waits for all ranks."""
 
     def __init__(
         self,
@@ -84,13 +73,9 @@ class Session:
         return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
     def timed(self, name: str, mode: str, call: Callable[[dict[str, Any]], _Result], *, has_hook: bool = False) -> _Result:
-        """Make a call on the stream of `mode`, and make the current stream wait for it.
+        """Make a call on the stream of `mode` (`Arrays.stream_arguments`), and make the current stream wait for it.
 
-        Args:
-            name: Name of the call.
-            mode: Mode of `Arrays.stream_arguments`.
-            call: Makes the call with these arguments.
-            has_hook: Whether the call only sends, so that there is nothing to wait for.
+        `call` gets the arguments of the stream. With `has_hook`, the call only sends, so that there is nothing to wait for.
         """
         self.activity = name
         where = self.arrays.stream_arguments(mode)
@@ -105,11 +90,7 @@ class Session:
     def keep_or_poison(self, plan: RoundPlan, result: Any, check: Callable[[], None], names: Sequence[str]) -> None:
         """Keep a result for some rounds, or overwrite it now, because its memory is the library's next output.
 
-        Args:
-            plan: Plan of the round.
-            result: Result of a call.
-            check: Checks the result again.
-            names: Names of its arrays.
+        `check` checks the result again. `names` are those of its arrays.
         """
         if plan.keep_rounds and len(self._kept) < _MOST_KEPT:
             self._kept.append(_Kept(plan.number + plan.keep_rounds, result, check, names))

@@ -55,13 +55,7 @@ def run_round(session: Session, plan: RoundPlan) -> None:
 class _Exchange:
     """One dispatch and its combine. A subclass for each layout of rows knows the places of rows, and what the calls return.
 
-    Args:
-        session: The Buffer and what its rounds share.
-        plan: The round.
-        call: What to call.
-        number: The number of the call in the round.
-        routing: The routing, by token.
-        handle: The handle of the first call. None: this is the first one.
+    `number` is that of the call in the round, and `routing` is by token. `handle` is that of the first call. None: this is the first one.
     """
 
     arrays_of_dispatch: tuple[str, ...]
@@ -338,16 +332,9 @@ class _ByToken(_Exchange):
 
 
 class _ByExpert(_Exchange):
-    """Rows lie by expert: a row for each choice of an expert of the rank, expert by expert.
+    """Rows lie by expert: a row for each choice of an expert of the rank, expert by expert. `received` has those of each rank.
 
-    Args:
-        session: As in `_Exchange`, like those below but for the last.
-        plan: The round.
-        call: What to call.
-        number: The number of the call.
-        routing: The routing of the rows by token, which lie below.
-        handle: The handle of the first call.
-        received: The rows by expert of each rank.
+    The rows by token of `routing` lie below them.
     """
 
     arrays_of_dispatch = ("recv_x", "recv_x_scales", "recv_topk_weights", "recv_src_idx", "recv_expert_idx", "expert_offsets")

@@ -17,12 +17,7 @@ _GRACE_S = 30.0  # added to the time-outs of the library
 
 
 class Watchdog(threading.Thread):
-    """A thread that aborts all ranks when its rank stops feeding it.
-
-    Args:
-        comm: The ranks.
-        activity: Returns the current activity of this rank.
-    """
+    """A thread that aborts all ranks when its rank stops feeding it. `activity` returns the current activity of this rank."""
 
     def __init__(self, comm: Intracomm, activity: Callable[[], str]) -> None:
         super().__init__(daemon=True, name="deepep_rt soak watchdog")

@@ -56,11 +56,7 @@ _MAX_MEASURED_BYTES = 1 << 26  # that a rank sends in one step of a measurement
 class HostBackend:
     """Exchange tokens by messages between processes, in host memory.
 
-    Args:
-        comm: The ranks. The backend duplicates it, so its messages stay apart from the caller's.
-        config: The sizes of the Buffer.
-        serial: The number of the Buffer in this process.
-        description: For `Buffer.describe`.
+    The backend duplicates `comm`, so its messages stay apart from the caller's.
     """
 
     name, shared_name = "host", ""

@@ -27,13 +27,7 @@ class RowsByExpert:
 
 
 class ExpertRows:
-    """Dispatch and combine of rows by expert, by means of rows by token.
-
-    Args:
-        config: The sizes of the Buffer.
-        throughput: Moves rows by token.
-        overflow: Warns of dropped rows.
-    """
+    """Dispatch and combine of rows by expert, by means of rows by token."""
 
     def __init__(self, config: Config, throughput: Throughput, overflow: OverflowLog) -> None:
         self._config, self._throughput, self._overflow = config, throughput, overflow
@@ -181,10 +175,7 @@ class ExpertRows:
 def _positions(topk_idx: np.ndarray, offsets: np.ndarray, num_rows: int) -> np.ndarray:
     """Find the row of each choice, `[rows by token, num_topk]`; -1 for choices of other ranks and for dropped rows.
 
-    Args:
-        topk_idx: `[rows by token, num_topk]` local expert numbers; -1: none.
-        offsets: `[num_local_experts + 1]`.
-        num_rows: Rows of the result.
+    `topk_idx` has local expert numbers, -1 for none, and the shape of the result. `offsets` is `[num_local_experts + 1]`.
     """
     flat = topk_idx.reshape(-1)
     (entries,) = np.nonzero(flat >= 0)

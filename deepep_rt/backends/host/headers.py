@@ -77,12 +77,7 @@ class Headers:
 
 
 class CallAgreement:
-    """Let all ranks agree on each call.
-
-    Args:
-        config: The sizes of the Buffer.
-        channel: Carries the headers.
-    """
+    """Let all ranks agree on each call."""
 
     def __init__(self, config: Config, channel: MessageChannel) -> None:
         self._config, self._channel = config, channel
@@ -119,12 +114,7 @@ class CallAgreement:
         return _LOW_LATENCY_PHASES.get(call, {}).get(name, name)
 
     def new_headers(self, signature: Signature, serial: int) -> Headers:
-        """Make the headers of this rank.
-
-        Args:
-            signature: Of the dispatch or combine. A low-latency call has a signature of its own.
-            serial: The number of the routing; 0: a new one.
-        """
+        """Make the headers of this rank. A low-latency call has a signature of its own. `serial` is that of the routing; 0: a new one."""
         num_ranks = self._config.num_ranks
         words = np.zeros((num_ranks, _NUM_HEAD_WORDS + num_ranks + self._config.num_local_experts), np.int64)
         headers = Headers(words, num_ranks)
@@ -134,13 +124,9 @@ class CallAgreement:
         return headers
 
     def exchange(self, headers: Headers, phase: str) -> Headers:
-        """Exchange headers with all ranks.
+        """Exchange headers with all ranks. Return those of all ranks; zeros for ranks that do not take part.
 
-        Returns:
-            The headers of all ranks; zeros for ranks that do not take part.
-
-        Raises:
-            EPInputError: on every rank that takes part, if the calls differ or a rank reports a problem.
+        Raise EPInputError on every rank that takes part, if the calls differ or a rank reports a problem.
         """
         words, ranks = self._channel.exchange_headers(headers.words, self.phase(phase))
         received = Headers(words, self._config.num_ranks)
@@ -160,17 +146,10 @@ class CallAgreement:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Exchange headers of a call along a known routing.
 
-        Two ranks disagree on the rows between them if one has masked the other since the routing was made, or while it was made. Then
-        they send no rows to each other.
+        Two ranks disagree on the rows between them if one has masked the other since the routing was made, or while it was made. Then they
+        send no rows to each other.
 
-        Args:
-            headers: Of this rank.
-            phase: The phase of the wait.
-            num_sent: Rows that this rank sends to each rank.
-            num_expected: Rows that this rank expects from each rank.
-
-        Returns:
-            `send_mask` and `recv_mask`, `[num_ranks]` bool: the ranks that get rows from this rank, and that send rows to it.
+        Return `send_mask` and `recv_mask`, `[num_ranks]` bool: the ranks that get rows from this rank, and that send rows to it.
         """
         headers.words[:, _SENT], headers.words[:, _EXPECTED] = num_sent, num_expected
         words = self.exchange(headers, phase).words

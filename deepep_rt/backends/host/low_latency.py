@@ -26,15 +26,7 @@ from .throughput import Throughput
 
 
 class LowLatency:
-    """Low-latency dispatch and combine.
-
-    Args:
-        info: The Buffer.
-        throughput: Makes the dispatches and combines that the calls consist of.
-        overflow: Warns of dropped rows.
-        hooks: The open hooks of the Buffer.
-        tables: Writes a handle to the caller's memory.
-    """
+    """Low-latency dispatch and combine."""
 
     def __init__(
         self, info: BufferInfo, throughput: Throughput, overflow: OverflowLog, hooks: Hooks, tables: HostHandleTables
@@ -151,9 +143,8 @@ class LowLatency:
     def _find_excluded(self, inputs: LowLatencyCombineInputs, routing: ExpertRouting) -> np.ndarray:
         """Find the choices of the dispatch that `topk_idx` excludes from the sum with -1, `[num_tokens, num_topk]` bool.
 
-        Raises:
-            EPInputError: if `topk_idx` names other experts. Where experts' ranks add rows up, they send one row for all of a token's
-                choices there, so it excludes all of these choices or none.
+        Raise EPInputError if `topk_idx` names other experts. Where experts' ranks add rows up, they send one row for all of a token's
+        choices there, so it must exclude all of these choices or none.
         """
         given, dispatched = values_of(inputs.topk_idx), routing.topk_idx
         if given.shape != dispatched.shape:
@@ -223,8 +214,7 @@ class LowLatency:
     ) -> tuple[list[np.ndarray], set[int]]:
         """Send the row of each choice to the rank of its token.
 
-        Returns:
-            The rows from each rank, none where the two ranks disagree on them, and the ranks whose rows did not arrive.
+        Return the rows from each rank, none where the two ranks disagree on them, and the ranks whose rows did not arrive.
         """
         tokens: Routing = routing.rows.routing
         y = _expert_rows(inputs)

@@ -45,11 +45,8 @@ class MessageChannel:
 
     Args:
         comm: A communicator that carries no other messages.
-        config: How long a peer may be silent, whether low-latency calls then mask it, and the nodes, which errors name.
         check_destroyed: Raises if the Buffer was destroyed. Every wait calls it.
         statistics: Gets the waits of calls. None: they are not counted.
-        progress: The call that runs.
-        purposes: What calls are for.
     """
 
     def __init__(
@@ -165,11 +162,8 @@ class MessageChannel:
     def exchange_headers(self, headers: np.ndarray, phase: str) -> tuple[np.ndarray, list[int]]:
         """Send `headers[peer]` to each peer, and receive the header of each peer for this rank.
 
-        Returns:
-            The header of each rank, `[num_ranks, ...]`, and the ranks that take part, ascending. The rows of other ranks are zero.
-
-        Raises:
-            EPInputError: if another rank is ahead in its low-latency calls.
+        Return `[num_ranks, ...]`, with zeros for ranks that do not take part, and the ranks that do, ascending. Raise EPInputError if
+        another rank is ahead in its low-latency calls.
         """
         number = self._low_latency_calls if self._in_low_latency else _THROUGHPUT
         sent = np.zeros((self._num_ranks, 2 + headers.shape[1]), np.int64)  # the call's number and a tag precede each header
@@ -196,8 +190,7 @@ class MessageChannel:
     ) -> set[int]:
         """Send the arrays `outgoing[peer]` to each peer as one message, and fill `incoming[peer]` with its message.
 
-        Returns:
-            The silent peers, which are masked now. The contents of their arrays are undefined, also later.
+        Return the silent peers, which are masked now. The contents of their arrays are undefined, also later.
         """
         transfers = []
         for peer in self.peers:
@@ -238,11 +231,7 @@ class MessageChannel:
         return _Transfer(peer, self._comm.receive_parts(parts, peer, tag), True, parts)
 
     def _wait(self, transfers: list[_Transfer], phase: str) -> set[int]:
-        """Wait until all transfers are done.
-
-        Returns:
-            The peers, masked now, whose messages this rank no longer waits for.
-        """
+        """Wait until all transfers are done. Return the peers, masked now, whose messages this rank no longer waits for."""
         try:
             return self._poll(transfers, PHASES[phase][1])
         except BaseException:

@@ -81,13 +81,8 @@ def new_routing(
 ) -> Routing:
     """Work out the routing of a dispatch from the headers of all ranks.
 
-    Args:
-        serial: The number of the routing.
-        rank: This rank.
-        tokens: For each rank, the tokens that this rank sends there.
-        num_sent: `[source, destination]` rows that the ranks send.
-        num_worst_tokens: `[num_ranks]` most rows that each rank receives; -1: no limit.
-        keeps_rows_between: Whether the routing keeps `num_sent`.
+    `tokens` are those that this rank sends to each rank. `num_sent`, `[source, destination]`, are the rows that all ranks send. Each rank
+    receives at most `num_worst_tokens`, `[num_ranks]`; -1: no limit. `keeps_rows_between` says whether the routing keeps `num_sent`.
     """
     room = np.where(num_worst_tokens < 0, np.iinfo(np.int64).max, num_worst_tokens)  # [destination]
     first_row = np.cumsum(num_sent, axis=0) - num_sent

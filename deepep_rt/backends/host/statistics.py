@@ -31,11 +31,7 @@ class Awaited(Protocol):
 
 
 class HostStatistics:
-    """The numbers of one Buffer.
-
-    Args:
-        config: The sizes of the Buffer.
-    """
+    """The numbers of one Buffer."""
 
     def __init__(self, config: Config) -> None:
         kinds = len(CALL_KINDS)
@@ -84,9 +80,7 @@ class HostStatistics:
 class StepTimer:
     """Measure how long this rank waits for each peer in one step, from the first poll without success.
 
-    Args:
-        messages: What the step waits for.
-        wait_s: `[num_ranks]`: the longest wait for each peer is added.
+    The longest wait for each peer is added to `wait_s`, `[num_ranks]`.
     """
 
     def __init__(self, messages: Sequence[Awaited], wait_s: np.ndarray) -> None:
@@ -116,9 +110,6 @@ def measure_links(comm: Communicator, config: Config) -> LinkRates:
     """Measure the links while all ranks send at the same time; see `path_choice.Measure`. Nodes have several ranks.
 
     Each rank sends to the next rank of its node, and then to the rank of its number on the next node.
-
-    Raises:
-        EPTimeoutError: if a rank does not come.
     """
     rank, node, size = comm.Get_rank(), config.node_size, comm.Get_size()
     first = rank - rank % node

@@ -17,14 +17,7 @@ from .routing import Routing, choices_by_expert, new_routing, tokens_by_rank
 
 
 class Throughput:
-    """Dispatch and combine by messages between processes.
-
-    Args:
-        info: The Buffer.
-        channel: Carries the rows.
-        agreement: Lets the ranks agree on each call.
-        overflow: Warns of dropped rows.
-    """
+    """Dispatch and combine by messages between processes."""
 
     def __init__(self, info: BufferInfo, channel: MessageChannel, agreement: CallAgreement, overflow: OverflowLog) -> None:
         self._config, self._serial, self._rank, self._overflow = info.config, info.serial, channel.rank, overflow
@@ -41,9 +34,7 @@ class Throughput:
     def combine(self, inputs: CombineInputs, excluded: np.ndarray | None = None) -> Views:
         """Send rows to the ranks of their tokens, which add them up: see `_add_up`.
 
-        Args:
-            inputs: The arguments of the call.
-            excluded: `[num_tokens, num_ranks]` bool, rows that arrive and are not added. None: all are added.
+        `excluded`, `[num_tokens, num_ranks]` bool, are rows that arrive and are not added.
         """
         given = [rows_of(view) for view in (inputs.x, inputs.topk_weights) if view is not None]
         if inputs.compress and self._compresses_rows:
@@ -55,14 +46,10 @@ class Throughput:
         return self._add_up(inputs, routing, parts, lost, excluded)
 
     def return_rows(self, inputs: CombineInputs, given: list[np.ndarray]) -> tuple[Routing, list[list[np.ndarray]], set[int]]:
-        """Send rows to the ranks of their tokens.
+        """Send rows to the ranks of their tokens. `inputs` has a handle of rows by token, and `given` arrays of bytes with a row for each
+        of them.
 
-        Args:
-            inputs: The arguments of the call, with a handle of rows by token.
-            given: Arrays of bytes with a row for each row by token.
-
-        Returns:
-            The routing that both ranks of each pair know, the arrays from each rank, and the lost ranks.
+        Return the routing that both ranks of each pair know, the arrays from each rank, and the lost ranks.
         """
         with self.channel.call():
             routing: Routing = inputs.handle.routing
@@ -287,13 +274,9 @@ def _add_node(
     rows: list[np.ndarray],
     crossed: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> None:
-    """Add up the rows of a node's ranks in rank order, and add the sums to `total[tokens]`.
+    """Add up the rows of a node's ranks in rank order, and add the sums to `total[tokens]`, `[num_tokens, n]` float32.
 
-    Args:
-        total: `[num_tokens, n]` float32.
-        tokens: For each rank of the node, the tokens of its rows.
-        rows: For each rank of the node, `[rows, n]` float32.
-        crossed: Returns sums as they arrive from the node. None: as they are.
+    `tokens` and `rows`, `[rows, n]` float32, have an item for each rank of the node. `crossed` returns sums as they arrive from the node.
     """
     sums, is_summed = np.zeros_like(total), np.zeros(len(total), bool)
     for sent, part in zip(tokens, rows, strict=True):
