@@ -32,11 +32,10 @@ from . import throughput as soak_throughput
 from .arrays import Arrays
 from .buffers import Options, buffer_of
 from .check import MOST_REPORTED, Checker, Mismatch
-from .interruption import Interruption
+from .ending import Interruption, Watchdog
 from .plan import round_of
 from .report import command, mismatch, percentiles, with_commands, write
 from .session import CALLS, Session, Times
-from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -468,12 +468,12 @@ def test_rounds_for_gpus(call, nodes, seed, tmp_path):
 
 
 def test_the_watchdog_ends_a_silent_rank(monkeypatch, capfd):
-    from deepep_rt.soak import watchdog as soak_watchdog
+    from deepep_rt.soak import ending
 
     ended = threading.Event()
     comm = SimpleNamespace(Get_rank=lambda: 3, Abort=lambda status: ended.set())
-    monkeypatch.setattr(soak_watchdog, "_GRACE_S", 0.0)
-    watchdog = soak_watchdog.Watchdog(comm, lambda: "round 7 of seed 1, combine")
+    monkeypatch.setattr(ending, "_GRACE_S", 0.0)
+    watchdog = ending.Watchdog(comm, lambda: "round 7 of seed 1, combine")
     with watchdog:
         watchdog.feed(0.1)
         assert ended.wait(20)

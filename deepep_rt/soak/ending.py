@@ -1,19 +1,48 @@
-"""End a soak run that makes no progress."""
+"""End a soak run before its time: on all ranks together after Ctrl-C, and at once if a rank makes no progress."""
 
 from __future__ import annotations
 
 import faulthandler
 import math
+import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+_TEXT = b"soak: interrupted, and ends at the next synchronization of all ranks. A second signal ends it at once.\n"
 _GRACE_S = 30.0  # added to the time-outs of the library
+
+
+class Interruption:
+    """Within a `with` block of the main thread, SIGINT and SIGTERM set `is_set`. A second signal ends the process.
+
+    With `prints`, this rank says so on standard error.
+    """
+
+    def __init__(self, *, prints: bool) -> None:
+        self.is_set, self._prints = False, prints
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # Open MPI and Slurm send SIGTERM
+            self._handlers[number] = signal.signal(number, self._handle)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: a handler that is not Python's
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.is_set = True
+        signal.signal(number, signal.SIG_DFL)
+        if self._prints:
+            os.write(2, _TEXT)  # print fails if it is called within a print
 
 
 class Watchdog(threading.Thread):
