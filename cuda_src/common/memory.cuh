@@ -1,4 +1,4 @@
-// Loads, stores and atomics that name their memory order and scope, and 16-byte vectors.
+// Loads, stores and atomics that name their memory order and scope, 16-byte vectors, and what the lanes of a warp do together.
 #pragma once
 
 struct alignas(16) Vec16 {
@@ -183,6 +183,17 @@ __device__ __forceinline__ void st_vec_last(Vec16* p, const Vec16& v) {
 
 __device__ __forceinline__ int lane_idx() { return threadIdx.x % 32; }
 __device__ __forceinline__ int warp_idx() { return threadIdx.x / 32; }
+
+// Called by all lanes. Returns the sum of the numbers of lanes 0 to this one.
+__device__ __forceinline__ int sum_to_lane(int own) {
+  int sum = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(~0u, sum, step);
+    if (lane_idx() >= step) sum += before;
+  }
+  return sum;
+}
 
 // A warp copies `num_bytes`, a multiple of 16. Each lane has eight vectors in flight and writes whole 128-byte lines of the destination.
 __device__ __forceinline__ void warp_copy(void* to, const void* from, int num_bytes) {

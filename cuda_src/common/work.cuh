@@ -70,6 +70,14 @@ struct WorkIterator {
 // It orders all earlier writes of all blocks, also to peers, before the later reads and writes of this thread.
 __device__ __forceinline__ bool is_last_block(u32* num_blocks) { return add_acq_rel_sys(num_blocks, 1) == gridDim.x - 1; }
 
+// The same, called by one warp of each block. It orders the writes before the later reads and writes of all lanes of the warp.
+__device__ __forceinline__ bool is_warp_of_last_block(u32* num_blocks) {
+  bool last = lane_idx() == 0 && is_last_block(num_blocks);
+  last = __shfl_sync(~0u, last, 0);
+  if (last) __syncwarp();  // all lanes see what lane 0 acquired
+  return last;
+}
+
 // Rows of the chunk that starts at row chunk * chunk_rows, of num_rows rows.
 __device__ __forceinline__ int rows_in_chunk(int num_rows, int chunk, int chunk_rows) {
   const int left = num_rows - chunk * chunk_rows;

@@ -263,11 +263,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices
   }
   __syncthreads();
 
-  if (warp != 0) return;
-  bool last = lane == 0 && is_last_block(&state->combine_blocks);
-  last = __shfl_sync(~0u, last, 0);
-  if (!last) return;
-  __syncwarp();  // all lanes see what lane 0 acquired
+  if (warp != 0 || !is_warp_of_last_block(&state->combine_blocks)) return;
   if (__any_sync(~0u, routes.idle || was_aborted(p))) poison_sums(p, lane, 32);
   if (lane == 0) {
     if (p.first_token == 0) count_call(p);  // the other windows belong to the same call

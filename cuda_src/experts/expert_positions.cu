@@ -79,12 +79,7 @@ __device__ inline int scan_rows(i32* rows, int num_experts, int first_row) {
   const int lane = lane_idx();
   for (int begin = 0; begin < num_experts; begin += 32) {
     const int e = begin + lane, own = e < num_experts ? rows[e] : 0;
-    int sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int before = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += before;
-    }
+    const int sum = sum_to_lane(own);
     if (e < num_experts) rows[e] = first_row + sum - own;
     first_row += __shfl_sync(~0u, sum, 31);
   }

@@ -45,12 +45,7 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
     if (blockIdx.x == 0) abort_on_difference(p, kPhaseLlCounts, call.received, differs, source, call_signature >> 32);
     const int num_tokens = tokens >> 32, num_rows = rows >> 32;
     __syncwarp();
-    int up_to = num_rows;  // rows of these 32 sources up to this one
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int more = __shfl_up_sync(~0u, up_to, step);
-      up_to += lane_idx() >= step ? more : 0;
-    }
+    const int up_to = sum_to_lane(num_rows);  // rows of these 32 sources up to this one
     if (source < kNumRanks) sources.num_tokens[source] = num_tokens, sources.rows_before[source] = before + up_to - num_rows;
     before += __shfl_sync(~0u, up_to, 31);
     max_tokens = max(max_tokens, __reduce_max_sync(~0u, num_tokens));

@@ -440,11 +440,7 @@ __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& rout
   }
   __syncthreads();
 
-  if (warp != 0) return;
-  bool last = lane == 0 && is_last_block(&state->nodes_blocks);
-  last = __shfl_sync(~0u, last, 0);
-  if (!last) return;
-  __syncwarp();  // all lanes see what lane 0 acquired
+  if (warp != 0 || !is_warp_of_last_block(&state->nodes_blocks)) return;
   if (__any_sync(~0u, routes.verdict != kAgreed || was_aborted(p))) poison_results(p, lane, 32);
   if (lane == 0) {
     count_rows(p, routes.verdict != kAgreed);

@@ -23,6 +23,7 @@
 // each end of a flow, and read once more.
 #include "common/work.cuh"
 #include "nodes/call_start.cuh"
+#include "throughput/results.cuh"
 
 constexpr int kWarps = kNodesThreads / 32, kFillWarps = kWarps / 4, kEmptyWarps = kWarps / 4;
 static_assert(kWarps >= 4);
@@ -273,39 +274,11 @@ __device__ inline bool empty_chunk(const Params& p, const Routes& routes, u32 ep
 
 // --- the rest -----------------------------------------------------------------------------------------------------------------------
 
-// Rows past the received ones belong to no token. Called by the copy warps. A caller that waits for counts gets no such rows.
-__device__ inline void write_padding(const Params& p) {
-  if (p.refuses_more) return;
+// Called by the copy warps.
+__device__ inline void write_own_padding(const Params& p) {
   constexpr int kCopyWarps = kWarps - kFillWarps - kEmptyWarps;
-  const i64 worker = (blockIdx.x * kCopyWarps + warp_idx() - kFillWarps - kEmptyWarps) * 32 + lane_idx(),
-            num_workers = static_cast<i64>(gridDim.x) * kCopyWarps * 32, num_recv = *at<const i32>(p.handle, kHandleNumRecv);
-  const u64 base = p.peers[p.rank];
-  for (i64 i = num_recv + worker; i < p.capacity; i += num_workers) at<int2>(base, p.recv_src_idx_offset)[i] = make_int2(-1, -1);
-  if (!p.topk_idx) return;
-  for (i64 i = num_recv * kNumTopk + worker; i < p.capacity * kNumTopk; i += num_workers) {
-    if (p.idx_bytes == 8) {
-      at<i64>(base, p.recv_topk_idx_offset)[i] = -1;
-    } else {
-      at<i32>(base, p.recv_topk_idx_offset)[i] = -1;
-    }
-    if (p.topk_weights) at<float>(base, p.recv_topk_weights_offset)[i] = 0.f;
-  }
-}
-
-// The caller may write to its counts, and later calls may use the handle again. The handle therefore keeps its own counts.
-__device__ inline void copy_counts(const Params& p) {
-  if (blockIdx.x > 0 || warp_idx() != kWarps - 1) return;
-  if (lane_idx() == 0) *at<i32>(p.num_recv, 0) = *at<const i32>(p.handle, kHandleNumRecv);
-  const i32* per_expert = at<const i32>(p.handle, kHandleNumRecvPerExpert);
-  for (int e = lane_idx(); e < kNumLocalExperts; e += 32) at<i32>(p.num_recv_per_expert, 0)[e] = per_expert[e];
-}
-
-// `num_threads` threads share the work.
-__device__ inline void poison_results(const Params& p, u64 thread, u64 num_threads) {
-  const u64 base = p.peers[p.rank];
-  poison(base + p.recv_x_offset, p.capacity * p.row_bytes, thread, num_threads);
-  if (p.scales) poison(base + p.recv_scales_offset, p.capacity * p.scale_bytes, thread, num_threads);
-  if (p.topk_weights) poison(base + p.recv_topk_weights_offset, p.capacity * kNumTopk * sizeof(float), thread, num_threads);
+  const i64 worker = (blockIdx.x * kCopyWarps + warp_idx() - kFillWarps - kEmptyWarps) * 32 + lane_idx();
+  write_padding(p, worker, static_cast<i64>(gridDim.x) * kCopyWarps * 32, *at<const i32>(p.handle, kHandleNumRecv));
 }
 
 // Called by one thread.
@@ -326,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(co
   const u32 epoch = state->nodes_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
   if (p.repeats && !was_dispatched(p, serial)) {
-    poison_results(p, blockIdx.x * kNodesThreads + threadIdx.x, gridDim.x * kNodesThreads);
+    poison_results<u64>(p, blockIdx.x * kNodesThreads + threadIdx.x, gridDim.x * kNodesThreads);
     return;
   }
   clear_next_waits_of_nodes(p, epoch);
@@ -335,9 +308,9 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(co
 
   if (routes.verdict == kAgreed) {
     if (warp >= kFillWarps + kEmptyWarps) {
-      copy_counts(p);
+      if (blockIdx.x == 0 && warp == kWarps - 1) copy_counts(p);
       copy_near_rows(p, routes, epoch);
-      write_padding(p);
+      if (!p.refuses_more) write_own_padding(p);  // a caller that waits for counts gets no such rows
     }
     if (warp < kFillWarps || warp >= kFillWarps + kEmptyWarps) {
       const i32* sent = at<const i32>(p.handle, kHandleFlowTokens);
@@ -350,11 +323,7 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(co
   }
   __syncthreads();
 
-  if (warp != 0) return;
-  bool last = lane == 0 && is_last_block(&state->nodes_blocks);
-  last = __shfl_sync(~0u, last, 0);
-  if (!last) return;
-  __syncwarp();  // all lanes send after what lane 0 acquired
+  if (warp != 0 || !is_warp_of_last_block(&state->nodes_blocks)) return;
   // A block that saw `abort` has not sent its part. It saw `abort` before it counted itself as finished, so this block sees it too.
   if (routes.verdict == kAgreed && !was_aborted(p) && lane < kRanksPerNode) {
     st_release_sys(at<u32>(p.peers[near_rank(p, lane)], kControlNodeFlags) + near_index(p.rank), epoch);
@@ -362,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(co
   }
   __syncwarp();
   const bool failed = __any_sync(~0u, routes.verdict != kAgreed || was_aborted(p));
-  if (failed) poison_results(p, lane, 32);
+  if (failed) poison_results<u64>(p, lane, 32);
   if (lane == 0) {
     if (!failed) *at<u32>(p.handle, kHandleDispatched) = serial;
     count_rows(p, failed);

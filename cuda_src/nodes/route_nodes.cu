@@ -17,8 +17,8 @@
 // Bytes: topk_idx once; 12 bytes of the handle for each choice, and 4 for each place in a list. To each gateway 4 bytes for each rank of
 // its fan, and 4 for each of their experts.
 #include "nodes/nodes.cuh"
+#include "throughput/routing.cuh"
 
-constexpr int kWarps = kRouteThreads / 32;
 static_assert(kWarps <= 32 && kRouteBlocks <= 32, "one lane for each warp, one lane for each block");
 
 struct Shared {
@@ -30,25 +30,10 @@ struct Shared {
   bool is_incomplete;                    // the counts of a rank did not arrive; its own word, because warps may still read `failed`
 };
 
-// The experts of a token; -2 for a number that is neither -1 nor an expert. All loads are in flight before the first use.
-template <class Index>
-__device__ inline void read_experts(const Params& p, int token, i32 (&experts)[kNumTopk]) {
-  const Index* from = at<const Index>(p.topk_idx, 0) + static_cast<i64>(token) * kNumTopk;
-#pragma unroll
-  for (int k = 0; k < kNumTopk; ++k) {
-    const Index expert = from[k];
-    experts[k] = expert >= -1 && expert < kNumExperts ? static_cast<i32>(expert) : -2;
-  }
-}
-
 // Finds the rank of each choice, or -1 if an earlier choice has the same rank. Counts the choices.
 __device__ inline void ranks_of(const Params& p, int token, i32* choices, i32 (&ranks)[kNumTopk]) {
   i32 experts[kNumTopk];
-  if (p.idx_bytes == 8) {
-    read_experts<i64>(p, token, experts);
-  } else {
-    read_experts<i32>(p, token, experts);
-  }
+  read_experts(p, token, experts);
 #pragma unroll
   for (int k = 0; k < kNumTopk; ++k) {
     ranks[k] = -1;
@@ -62,8 +47,7 @@ __device__ inline void ranks_of(const Params& p, int token, i32* choices, i32 (&
       }
       if (is_new) ranks[k] = rank;
     } else if (p.check && experts[k] == -2) {
-      const i64 i = static_cast<i64>(token) * kNumTopk + k;
-      report_bad_expert(p, token, p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i]);
+      report_choice(p, token, k);
     }
   }
 }
@@ -81,22 +65,11 @@ __device__ __forceinline__ bool is_in(const Params& p, const i32 (&ranks)[kNumTo
   return found;
 }
 
-// The tokens of a warp, in steps of 32.
-struct Run {
-  int begin, end;
-};
-
-__device__ __forceinline__ Run run_of(const Params& p) {
-  const int steps = (p.num_tokens + kRouteThreads * gridDim.x - 1) / (kRouteThreads * gridDim.x);
-  const int begin = (blockIdx.x * kWarps + warp_idx()) * steps * 32;
-  return {begin, min(begin + steps * 32, p.num_tokens)};
-}
-
 // Step 1. It leaves the ranks of each token in the handle. The same lane reads them in step 4.
 __device__ inline void count(const Params& p, Shared& shared) {
   i32* entry_rank = at<i32>(p.handle, kHandleEntryRank);
   const int warp = warp_idx(), lane = lane_idx();
-  const Run run = run_of(p);
+  const Run run = run_of(p, blockIdx.x, gridDim.x);
   for (int first = run.begin; first < run.end; first += 32) {
     const int token = first + lane;
     i32 ranks[kNumTopk];
@@ -215,7 +188,7 @@ __device__ inline void write_positions(const Params& p, Shared& shared) {
   i32 *entry_pos = at<i32>(p.handle, kHandleEntryPos), *entry_flow_pos = at<i32>(p.handle, kHandleEntryFlowPos);
   i32 *near_list = at<i32>(p.handle, kHandleNearList), *flow_list = at<i32>(p.handle, kHandleFlowList);
   const int warp = warp_idx(), lane = lane_idx();
-  const Run run = run_of(p);
+  const Run run = run_of(p, blockIdx.x, gridDim.x);
   for (int first = run.begin; first < run.end; first += 32) {
     const int token = first + lane;
     i32 ranks[kNumTopk], pos[kNumTopk], flow_pos[kNumTopk];
@@ -283,12 +256,7 @@ __device__ inline int write_first_rows(const Params& p, u32 epoch) {
   for (int first = 0; first < kNumRanks; first += 32) {
     const int source = first + lane;
     const int own = source < kNumRanks ? inbox_at(p, epoch, p.rank, source)->num_rows : 0;
-    int sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int earlier = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += earlier;
-    }
+    const int sum = sum_to_lane(own);
     if (source < kNumRanks) first_row[source] = before + sum - own;
     before += __shfl_sync(~0u, sum, 31);
   }

@@ -234,11 +234,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
   }
   __syncthreads();
 
-  if (warp != 0) return;
-  bool last = lane == 0 && is_last_block(&state->combine_blocks);
-  last = __shfl_sync(~0u, last, 0);
-  if (!last) return;
-  __syncwarp();  // all lanes see what lane 0 acquired
+  if (warp != 0 || !is_warp_of_last_block(&state->combine_blocks)) return;
   if (__any_sync(~0u, routes.idle || was_aborted(p))) poison_sums(p, lane, 32);
   if (lane == 0) {
     for (int r = 0; kHasStatistics && !routes.idle && r < kNumRanks; ++r) count_sent(p, routes.num_rows[r], kSentRowBytes);

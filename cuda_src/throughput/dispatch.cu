@@ -22,6 +22,7 @@
 #include "common/bulk.cuh"
 #include "common/work.cuh"
 #include "throughput/recv_window.cuh"
+#include "throughput/results.cuh"
 
 constexpr int kMetadataWarps = kDispatchThreads / 32 - kDispatchCopyWarps;
 constexpr int kMetadataRows = 32;
@@ -196,31 +197,6 @@ __device__ inline void copy_metadata(const Params& p, const Routes& routes) {
   }
 }
 
-// Rows past the received ones belong to no token.
-__device__ inline void write_padding(const Params& p, const Routes& routes) {
-  const i64 worker = (blockIdx.x * kMetadataWarps + warp_idx() - kDispatchCopyWarps) * 32 + lane_idx(),
-            num_workers = gridDim.x * kMetadataWarps * 32;
-  const u64 base = p.peers[p.rank];
-  for (i64 i = routes.num_recv + worker; i < p.capacity; i += num_workers) at<int2>(base, p.recv_src_idx_offset)[i] = make_int2(-1, -1);
-  if (!p.topk_idx) return;
-  for (i64 i = routes.num_recv * kNumTopk + worker; i < p.capacity * kNumTopk; i += num_workers) {
-    if (p.idx_bytes == 8) {
-      at<i64>(base, p.recv_topk_idx_offset)[i] = -1;
-    } else {
-      at<i32>(base, p.recv_topk_idx_offset)[i] = -1;
-    }
-    if (p.topk_weights) at<float>(base, p.recv_topk_weights_offset)[i] = 0.f;
-  }
-}
-
-// Called by one warp.
-__device__ inline void poison_results(const Params& p) {
-  const u64 base = p.peers[p.rank];
-  poison(base + p.recv_x_offset, p.capacity * p.row_bytes, lane_idx(), 32);
-  if (p.scales) poison(base + p.recv_scales_offset, p.capacity * p.scale_bytes, lane_idx(), 32);
-  if (p.topk_weights) poison(base + p.recv_topk_weights_offset, p.capacity * kNumTopk * sizeof(float), lane_idx(), 32);
-}
-
 __device__ inline void report_counts(const Params& p) {
   Mailbox* mailbox = at<Mailbox>(p.status_page, kStatusPageMailbox);
   const i32* per_expert = at<const i32>(p.handle, kHandleNumRecvPerExpert);
@@ -230,14 +206,11 @@ __device__ inline void report_counts(const Params& p) {
   if (lane_idx() == 0) st_release_sys(&mailbox->flag, 1);  // the host has cleared it before the launch
 }
 
-// The caller may write to its counts, and later calls may use the handle again. The handle therefore keeps its own counts. A host that
-// waits for counts gets them here. If route wrote them, rows would wait until they have crossed PCIe.
-__device__ inline void copy_counts(const Params& p) {
+// A host that waits for counts gets them here. If route wrote them, rows would wait until they have crossed PCIe.
+__device__ inline void write_counts(const Params& p) {
   if (blockIdx.x > 0 || warp_idx() != kDispatchCopyWarps) return;
   if (p.to_host) report_counts(p);
-  if (lane_idx() == 0) *at<i32>(p.num_recv, 0) = *at<const i32>(p.handle, kHandleNumRecv);
-  const i32* per_expert = at<const i32>(p.handle, kHandleNumRecvPerExpert);
-  for (int e = lane_idx(); e < kNumLocalExperts; e += 32) at<i32>(p.num_recv_per_expert, 0)[e] = per_expert[e];
+  copy_counts(p);
 }
 
 // Called by one thread.
@@ -262,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
 
   const u32 serial = p.follows_route ? kNoSerial : *at<const u32>(p.handle, kHandleSerial);
   if (!p.follows_route && serial == kNoSerial) {  // see recv_window.cuh
-    if (blockIdx.x == 0 && warp == 0) poison_results(p);
-    copy_counts(p);
+    if (blockIdx.x == 0 && warp == 0) poison_results(p, lane, 32);
+    write_counts(p);
     return;
   }
   clear_next_waits(p, epoch, kPhaseRoute, kPhaseDispatchWindow, kPhaseDispatchRows);
@@ -280,25 +253,22 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
         copy_rows_by_warp(p, routes);
       }
     } else {
-      copy_counts(p);
+      write_counts(p);
       copy_metadata(p, routes);
-      write_padding(p, routes);
+      const i64 worker = (blockIdx.x * kMetadataWarps + warp_idx() - kDispatchCopyWarps) * 32 + lane_idx();
+      write_padding(p, worker, gridDim.x * kMetadataWarps * 32, routes.num_recv);
     }
   }
   __syncthreads();
 
-  if (warp != 0) return;
-  bool last = lane == 0 && is_last_block(&state->dispatch_blocks);
-  last = __shfl_sync(~0u, last, 0);
-  if (!last) return;
-  __syncwarp();  // all lanes send after what lane 0 acquired
+  if (warp != 0 || !is_warp_of_last_block(&state->dispatch_blocks)) return;
   // A block that saw `abort` has not sent its part. It saw `abort` before it counted itself as finished, so this block sees it too.
   if (!routes.failed && !was_aborted(p) && lane < kNumRanks) {
     st_release_sys(at<u32>(p.peers[lane], kControlDispatchFlags) + p.rank, epoch);
     wait_epoch(p, at<u32>(p.peers[p.rank], kControlDispatchFlags) + lane, epoch, kPhaseDispatchRows, lane);
   }
   __syncwarp();
-  if (__any_sync(~0u, routes.differs || was_aborted(p))) poison_results(p);
+  if (__any_sync(~0u, routes.differs || was_aborted(p))) poison_results(p, lane, 32);
   if (lane == 0) {
     count_rows(p, routes);
     state->dispatch_blocks = state->dispatch_items = 0;

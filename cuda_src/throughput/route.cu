@@ -24,8 +24,8 @@
 //
 // Bytes: topk_idx once, and 8 * kNumRanks bytes of the handle for each token.
 #include "throughput/recv_window.cuh"
+#include "throughput/routing.cuh"
 
-constexpr int kWarps = kRouteThreads / 32;
 static_assert(kWarps >= kNumRanks && kWarps <= 32, "one warp for each rank, one lane for each warp");
 static_assert(kRouteBlocks <= 32, "one lane for each block");
 
@@ -39,25 +39,10 @@ struct Shared {
   bool differs;                        // the call of a rank differs: no rank sends rows
 };
 
-// The experts of a token; -2 for a number that is neither -1 nor an expert. All loads are in flight before the first use.
-template <class Index>
-__device__ inline void read_experts(const Params& p, int token, i32 (&experts)[kNumTopk]) {
-  const Index* from = at<const Index>(p.topk_idx, 0) + static_cast<i64>(token) * kNumTopk;
-#pragma unroll
-  for (int k = 0; k < kNumTopk; ++k) {
-    const Index expert = from[k];
-    experts[k] = expert >= -1 && expert < kNumExperts ? static_cast<i32>(expert) : -2;
-  }
-}
-
 // Returns the ranks that receive the token as a bit mask, and counts its choices.
 __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
   i32 experts[kNumTopk];
-  if (p.idx_bytes == 8) {
-    read_experts<i64>(p, token, experts);
-  } else {
-    read_experts<i32>(p, token, experts);
-  }
+  read_experts(p, token, experts);
   u32 ranks = 0;
 #pragma unroll
   for (int k = 0; k < kNumTopk; ++k) {
@@ -65,8 +50,7 @@ __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
       ranks |= 1u << (static_cast<u32>(experts[k]) / kNumLocalExperts);
       atomicAdd(choices + experts[k], 1);
     } else if (p.check && experts[k] == -2) {
-      const i64 i = static_cast<i64>(token) * kNumTopk + k;
-      report_bad_expert(p, token, p.idx_bytes == 8 ? at<const i64>(p.topk_idx, 0)[i] : at<const i32>(p.topk_idx, 0)[i]);
+      report_choice(p, token, k);
     }
   }
   return ranks;
@@ -76,22 +60,11 @@ __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
 __device__ __forceinline__ int num_counting_blocks() { return gridDim.x - 1; }
 __device__ __forceinline__ int counting_block() { return blockIdx.x - 1; }
 
-// The tokens of a warp, in steps of 32.
-struct Run {
-  int begin, end;
-};
-
-__device__ __forceinline__ Run run_of(const Params& p) {
-  const int steps = (p.num_tokens + kRouteThreads * num_counting_blocks() - 1) / (kRouteThreads * num_counting_blocks());
-  const int begin = (counting_block() * kWarps + warp_idx()) * steps * 32;
-  return {begin, min(begin + steps * 32, p.num_tokens)};
-}
-
 // Step 1. It leaves the mask of each token's ranks in send_pos. The same lane reads the mask in step 4.
 __device__ inline void count(const Params& p, Shared& shared) {
   i32* send_pos = at<i32>(p.handle, kHandleSendPos);
   const int warp = warp_idx(), lane = lane_idx();
-  const Run run = run_of(p);
+  const Run run = run_of(p, counting_block(), num_counting_blocks());
   int rows = 0;  // lane r: rows for rank r
   for (int first = run.begin; first < run.end; first += 32) {
     const int token = first + lane;
@@ -107,12 +80,7 @@ __device__ inline void count(const Params& p, Shared& shared) {
   __syncthreads();
   if (warp < kNumRanks) {
     const int own = lane < kWarps ? shared.rows_before[warp][lane] : 0;
-    int sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int before = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += before;
-    }
+    const int sum = sum_to_lane(own);
     if (lane < kWarps) shared.rows_before[warp][lane] = sum - own;
     if (lane == 31) shared.num_rows[warp] = sum;
   }
@@ -190,7 +158,7 @@ __device__ inline void write_positions(const Params& p, const Shared& shared) {
   i32* send_pos = at<i32>(p.handle, kHandleSendPos);
   i32* send_list = at<i32>(p.handle, kHandleSendList);
   const int lane = lane_idx();
-  const Run run = run_of(p);
+  const Run run = run_of(p, counting_block(), num_counting_blocks());
   int next =
       lane < kNumRanks ? shared.first_row[lane] + shared.rows_before[lane][warp_idx()] : 0;  // lane r: position of the next row for rank r
   for (int first = run.begin; first < run.end; first += 32) {

@@ -1,7 +1,7 @@
 """The kernel table: what the library knows of each kernel, such as its file, its parameters, and the Buffers that can launch it.
 
-Each entry belongs to one .cu file of cuda_src with an entry point of the same name. `LOCAL_KERNELS` work on arrays of one rank, without a
-Buffer.
+Each entry belongs to one .cu file of cuda_src with an entry point of the same name. Kernels that differ only in the compression of rows
+share a file, whose entry point is `KERNEL` (kernels/source.py). `LOCAL_KERNELS` work on arrays of one rank, without a Buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALL_KINDS = {
 class Kernel:
     """A kernel."""
 
-    name: str  # of its file and of its entry point
+    name: str  # of its entry point
     params: str  # members of its Params
     threads: str  # constant with the threads of a block
     folder: str = ""  # of its file in cuda_src
@@ -64,12 +64,18 @@ class Kernel:
     @property
     def call_kind(self) -> int:
         """The number in `CALL_KINDS` of the calls that the kernel is a part of; -1: of none."""
-        return _CALL_KINDS.get(self.name.removesuffix(f"_{self.compression}").removesuffix("_nodes"), -1)
+        return _CALL_KINDS.get(self._plain_name.removesuffix("_nodes"), -1)
 
     @property
     def source(self) -> str:
         """The file with the kernel's entry point, relative to the folder of the CUDA sources."""
-        return f"{self.folder}/{self.name}.cu" if self.folder else f"{self.name}.cu"
+        file = f"{self._plain_name}_compressed.cu" if self.compression else f"{self.name}.cu"
+        return f"{self.folder}/{file}" if self.folder else file
+
+    @property
+    def _plain_name(self) -> str:
+        """The name of the same kernel for rows that travel as they are."""
+        return self.name.removesuffix(f"_{self.compression}")
 
     @property
     def struct(self) -> CStruct:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def test_the_table_lists_all_sources() -> None:
     folder = source_dir()
     found = {str(path.relative_to(folder)) for path in folder.rglob("*.cu")}
     assert found == {NVSHMEM_CALLS, *(kernel.source for kernel in KERNELS.values())}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_unit_has_the_entry_point_of_its_kernel(name: str) -> None:
+    kernel = KERNELS[name]
+    layout = Layout(dataclasses.replace(CONFIG, ranks_per_node=4) if kernel.over_nodes else CONFIG)
+    text = unit(kernel, kernel_constants(layout, "sm_90", kernel, "bfloat16" if kernel.per_dtype else None))
+    (entry,) = re.findall(r'^extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\(', text, re.M)
+    assert entry == ("KERNEL" if kernel.compression else name)
+    assert re.findall(r"^#define KERNEL (\w+)$", text, re.M) == ([name] if kernel.compression else [])
 
 
 def test_constants_of_a_kernel() -> None:

@@ -312,14 +312,14 @@ BROKEN = [
     ),
     pytest.param(
         long_compressed_rounds,
-        "throughput/combine_compressed.cuh",
+        "throughput/combine_compressed.cu",
         r"if \(lane == 0\) bulk_wait_read<1>\(\);",
         "",
         id="stage-is-filled-too-early",
     ),
     pytest.param(
         long_compressed_rounds,
-        "throughput/combine_compressed.cuh",
+        "throughput/combine_compressed.cu",
         r"__syncwarp\(\);  // all lanes have read the part and written its channels",
         "",
         id="chunk-leaves-before-it-is-whole",
@@ -357,19 +357,19 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
     [
         pytest.param("throughput/combine.cu", r"fence_release_sys\(\);\n      raise_flag", "raise_flag", id="no-fence"),
         pytest.param(
-            "throughput/combine_compressed.cuh",
+            "throughput/combine_compressed.cu",
             r"fence_release_sys\(\);\n      raise_flag",
             "raise_flag",
             id="compressed-no-fence",
         ),
         pytest.param(
-            "throughput/combine_compressed.cuh",
+            "throughput/combine_compressed.cu",
             r" fence_bulk_copies_of_shared\(\);",
             "if (next.row == 0 && part == kParts - 1) fence_bulk_copies_of_shared();",
             id="part-is-loaded-again-without-a-fence",
         ),
         pytest.param(
-            "throughput/combine_compressed.cuh",
+            "throughput/combine_compressed.cu",
             r"fence_bulk_copies_of_shared\(\);",
             "if (place.row == 0) fence_bulk_copies_of_shared();",
             id="chunk-leaves-without-a-fence",

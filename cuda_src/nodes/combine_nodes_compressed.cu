@@ -1,5 +1,5 @@
-// Sums that travel between nodes as FP8 or as 10-bit logarithms. A lane has 16 neighbouring channels.
-#pragma once
+// combine_nodes_fp8 and combine_nodes_log10: a combine over several nodes, whose sums travel between nodes as FP8 or as 10-bit logarithms.
+// A lane has 16 neighbouring channels.
 #include "common/compressed.cuh"
 #include "nodes/combine_nodes.cuh"
 
@@ -131,3 +131,9 @@ struct CompressedSums {
     for (int i = 0; i < kEach; ++i) all[v * kEach + i] += values[i];
   }
 };
+
+extern "C" __global__ void __launch_bounds__(kCombineNodesThreads, 1) KERNEL(const __grid_constant__ Params p) {
+  __shared__ Routes routes;
+  __shared__ Parts parts[kWarps];
+  combine_over_nodes<CompressedSums>(p, routes, parts);
+}

@@ -1,5 +1,5 @@
-// A combine whose rows travel as FP8 (combine_fp8) or as 10-bit logarithms (combine_log10). combine.cuh describes the roles of the warps
-// and the protocol.
+// combine_fp8 and combine_log10: a combine whose rows travel as FP8, with a scale for 128 channels, or as 10-bit logarithms. combine.cuh
+// describes the roles of the warps and the protocol.
 //
 // With TMA, a copy warp has memory for one row as it lies in y, in parts, and two stages for compressed chunks. Bulk loads fill a part
 // while the warp converts other parts, and a bulk store empties a stage while the warp fills the other one. Without TMA, a copy warp reads
@@ -8,7 +8,6 @@
 //
 // Bytes: each row is read once, crosses the link once with kSentRowBytes, and is read once from staging. Each token is written once. The
 // conversions take most of the time where few SMs work.
-#pragma once
 #include "common/compressed.cuh"
 #include "throughput/combine.cuh"
 
@@ -244,4 +243,9 @@ __device__ __forceinline__ void combine_compressed(const Params& p, char* memory
   auto reduce = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<false>(p, rows, token); };
   auto reduce_with_bias = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<true>(p, rows, token); };
   combine_rows(p, routes, progress, copy_rows, reduce, reduce_with_bias);
+}
+
+extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) KERNEL(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  combine_compressed(p, memory);
 }

@@ -1,0 +1,5 @@
+// ll_combine_fp8 and ll_combine_log10: a low-latency combine, with rows that travel as FP8 or as 10-bit logarithms.
+#include "low_latency/ll_combine_entries.cuh"
+#include "low_latency/ll_combine_compressed.cuh"
+
+extern "C" __global__ void __launch_bounds__(kLlThreads, 1) KERNEL(const __grid_constant__ Params p) { combine_entries<CompressedRows>(p); }

@@ -1,8 +1,0 @@
-// combine_nodes_log10: a combine over several nodes, whose sums travel between nodes as 10-bit logarithms.
-#include "nodes/combine_nodes_compressed.cuh"
-
-extern "C" __global__ void __launch_bounds__(kCombineNodesThreads, 1) combine_nodes_log10(const __grid_constant__ Params p) {
-  __shared__ Routes routes;
-  __shared__ Parts parts[kWarps];
-  combine_over_nodes<CompressedSums>(p, routes, parts);
-}

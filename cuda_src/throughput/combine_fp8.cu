@@ -1,7 +1,0 @@
-// combine_fp8: a combine whose rows travel as FP8, with a scale for 128 channels.
-#include "throughput/combine_compressed.cuh"
-
-extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_fp8(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) char memory[];
-  combine_compressed(p, memory);
-}
