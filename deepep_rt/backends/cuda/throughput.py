@@ -35,6 +35,13 @@ _ALL_CHOICES = {"choice": -1, "expert_offsets": 0, "expert_ends": 0}
 _MAX_MEASURED_BYTES = 1 << 30
 
 
+def _counts_in_capture() -> EPInputError:
+    return EPInputError(
+        "num_worst_tokens=None in a CUDA graph capture, where the host cannot wait for counts; expected a number of rows. Pass "
+        "num_worst_tokens=, or handle="
+    )
+
+
 def receive_window(offset: int, parts: Mapping[str, int], capacity: int) -> dict[str, int]:
     """Return where the rows of a dispatch arrive, as members of Params.
 
@@ -126,10 +133,7 @@ class RowMover:
         self._order.enqueue_waits(call)
         needs_counts = known is None and inputs.num_worst_tokens is None
         if needs_counts and call.capture is not None:
-            raise EPInputError(
-                "num_worst_tokens=None in a CUDA graph capture, where the host cannot wait for counts; expected a number of rows. Pass "
-                "num_worst_tokens=, or handle="
-            )
+            raise _counts_in_capture()
         arrays = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
         x, idx, _, scales = arrays
         row_bytes = x.row_bytes
@@ -143,12 +147,13 @@ class RowMover:
         reserve = self.results.reserve_in_pool if needs_counts and self._waits_when_full else self.results.reserve
         reserved = reserve(parts.num_bytes, call, reader)
         # Counts have memory of their own: a caller that keeps them must not keep the rows.
+        counts_owner = (self._handles if known is None else self.counts).acquire(
+            stream, call.caller_stream, call.capture, call.follows
+        )
+        counts = counts_owner.ptr
         if known is None:
-            counts_owner = tables = self._handles.acquire(stream, call.caller_stream, call.capture, call.follows)
-            counts = tables.ptr + self._layout.handle.offsets["counts"]
-        else:
-            counts_owner = self.counts.acquire(stream, call.caller_stream, call.capture, call.follows)
-            counts = counts_owner.ptr
+            tables = counts_owner
+            counts += self._layout.handle.offsets["counts"]
         num_recv, has_room, signature = None, True, pack(inputs.signature)
         window = {} if reserved is None else receive_window(reserved.offset, parts.offsets, capacity)
         with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", self._rows_phase):
