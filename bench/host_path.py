@@ -5,7 +5,7 @@
 
 The table has the microseconds of a step, and in parentheses how often a call takes it. A step does not include the steps inside of it.
 Rows that begin with `cu` are requests to the driver, through its bindings. `rest` is what no step covers: the methods themselves, and their
-results. The destruction of events is in the step that drops them.
+results. The destruction of events is in the step that drops them. With a new routing, the host also waits for the GPU ("wait for counts").
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("parameters", throughput.RowMover, "combine_launch"),
     *((LAUNCH, launch.Launcher, name) for name in ("__call__", "launch")),
     *(("reports of kernels", monitor.Monitor, name) for name in ("check_peers", "check_inputs")),
+    ("wait for counts", monitor.Monitor, "await_counts"),
 ]
 """Name of a step, class or module, and function."""
 BINDINGS: list[tuple[Any, str]] = [(driver, "driver"), (launch, "driver")]
@@ -108,7 +109,7 @@ def make_calls(buffer: Buffer, arrays: Arrays) -> dict[str, Callable[[], Any]]:
     """Return the kinds of calls. Results live until the next call of the kind, as in a program."""
     x, idx, weights = arrays.x, arrays.topk_idx, arrays.topk_weights
     held: dict[str, Any] = {}
-    sent = buffer.dispatch(x, idx, weights, num_worst_tokens=arrays.y.shape[0]).handle  # the host does not wait for counts
+    sent = buffer.dispatch(x, idx, weights, num_worst_tokens=arrays.y.shape[0]).handle
     low = buffer.low_latency_dispatch(x, idx, topk_weights=weights).handle
     prepared = buffer.prepare_low_latency(x, idx, weights)
     prepared.dispatch()  # its combines follow it
@@ -117,6 +118,7 @@ def make_calls(buffer: Buffer, arrays: Arrays) -> dict[str, Callable[[], Any]]:
         "low-latency combine": lambda: buffer.low_latency_combine(arrays.low_latency_y, idx, weights, low),
         "prepared dispatch": prepared.dispatch,
         "prepared combine": lambda: prepared.combine(arrays.low_latency_y),
+        "dispatch, new routing": lambda: buffer.dispatch(x, idx, weights),
         "dispatch, known routing": lambda: buffer.dispatch(x, handle=sent),
         "combine": lambda: buffer.combine(arrays.y, sent),
         "dispatch, async_finish": lambda: buffer.dispatch(x, handle=sent, async_finish=True),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_gpu import Array, FakeGpu, fake, make  # noqa: F401  (fixtures)
+from fake_gpu import Array, FakeGpu, fake, make, routed  # noqa: F401  (fixtures)
 from launch import python_on
 from paths import ROOT
 
@@ -58,6 +58,7 @@ def test_the_steps_of_calls(fake: FakeGpu, make: Any) -> None:  # noqa: F811
     with make(low_latency=True) as buffer:
         shapes = (("bfloat16", 10, 256), ("int64", 10, 4), ("float32", 10, 4), ("bfloat16", 8, 256, 256), ("bfloat16", 40, 256))
         arrays = host_path.Arrays(*(Array(fake, *shape) for shape in shapes))  # type: ignore[arg-type]
+        fake.on_launch = routed(buffer, 3, [3] + [0] * 7)
         before = [vars(owner)[name] for _, owner, name in host_path.FUNCTIONS]
         rows = {row.call: row for row in host_path.measure(buffer, arrays, 8, 2, lambda: None)}
         assert [vars(owner)[name] for _, owner, name in host_path.FUNCTIONS] == before
@@ -73,6 +74,8 @@ def test_the_steps_of_calls(fake: FakeGpu, make: Any) -> None:  # noqa: F811
         counted = times[name]
         assert (counted[host_path.VIEWS], counted[host_path.CHECKS], counted["cuLaunchKernelEx"]) == (num_views, 1, 1)
         assert {"lock and context", host_path.ORDER, host_path.MEMORY, host_path.LAUNCH} <= set(counted)
+    counted = times["dispatch, new routing"]
+    assert (counted["wait for counts"], counted[host_path.VIEWS], counted["cuLaunchKernelEx"]) == (1, 3, 2)
     for name in ("prepared dispatch", "prepared combine"):
         assert not {host_path.VIEWS, host_path.CHECKS, host_path.MEMORY} & set(times[name])
         assert times[name]["cuLaunchKernelEx"] == 1

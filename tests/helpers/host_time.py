@@ -122,6 +122,7 @@ def measure_steps(library: str) -> None:
     rows = ((10, 256), (8, 256, 256), (40, 256))
     x, low_latency_y, y = (make("bfloat16", *shape) for shape in rows)
     arrays = host_path.Arrays(x, make("int64", 10, 4), make("float32", 10, 4), low_latency_y, y)
+    let_counts_arrive_at_once()
     print(f"{python_build()}, {library}")
     print(host_path.markdown([vars(row) for row in host_path.measure(make_buffer(), arrays, 300, 60, lambda: None)]))
 
