@@ -10,7 +10,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from fake_gpu import BASE, Array, FakeGpu, arguments, fake, like, make, routed
 
-from deepep_rt import EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.comm.call_signature import unpack
 from deepep_rt.cuda import driver
 from deepep_rt.jit import launch
@@ -208,21 +208,6 @@ def test_sums_of_choices_that_cannot_begin(fake: FakeGpu, make: Any, monkeypatch
             assert fake.pop_launches() == []
         buffer.combine(Array(fake, "float16", 50, 256), handle, reduce="topk")
         assert len(fake.pop_launches()) == 12
-
-
-def test_an_interruption_between_choices(fake: FakeGpu, make: Any) -> None:
-    """The other ranks wait for the next choice of this rank, so it must not go on with another call."""
-
-    def interrupt(call: Any) -> None:
-        if call.kernel == "add_choice":
-            raise KeyboardInterrupt
-
-    with make(**TWO_NODES) as buffer:
-        fake.on_launch = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            choice_sums(fake, buffer)
-        with pytest.raises(EPTimeoutError, match="interrupted between its choices"):
-            buffer.check()
 
 
 def test_a_graph_keeps_the_memory_of_choices(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -137,6 +138,17 @@ def num_shared(launches: list[Any]) -> int:
     return sum(one.kernel not in {kernel.name for kernel in LOCAL_KERNELS} for one in launches)
 
 
+def gaps(name: str, sizes: dict[str, Any]) -> set[str]:
+    """Return the gaps between parts of a call that the errors of interrupted calls name."""
+    if "half" in name:
+        return {"halves"}
+    if "by choice" in name:
+        return {"choices" if sizes else "windows"}
+    if name.startswith("dispatch"):
+        return {"counts and its rows", *(["rows by token and by expert"] if "by expert" in name else [])}
+    return set()
+
+
 class Interruption:
     """Raises KeyboardInterrupt before a request to the driver, or after a launch. All of them count, from 0."""
 
@@ -168,7 +180,7 @@ class Interruption:
 @TOPOLOGIES
 def test_a_call_that_is_interrupted(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, sizes: Any, name: str) -> None:
     """It is interrupted before each request to the driver, and after each launch. If it has reached the others, it breaks the Buffer."""
-    num_broken = 0
+    num_broken, found = 0, set()
     for number in itertools.count():
         buffer, call = prepared(name, fake, make, sizes)
         interruption = Interruption(fake, number)
@@ -185,13 +197,15 @@ def test_a_call_that_is_interrupted(fake: FakeGpu, make: Any, monkeypatch: pytes
             num_broken += 1
             with pytest.raises((EPTimeoutError, EPInputError), match=r"interrupted|this hook .* was called already"):
                 call()
-            with pytest.raises(EPTimeoutError, match="interrupted"):
+            with pytest.raises(EPTimeoutError, match="interrupted") as caught:
                 buffer.check()
+            found |= {*re.findall("interrupted between its (.*)", str(caught.value))}
             assert fake.pop_launches() == [], "another call would meet the interrupted call of the others"
         buffer.destroy()
         if not interruption.has_come:
             break
     assert num_broken >= num_shared(launches)
+    assert found == gaps(name, sizes)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("low-latency")])
