@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +122,10 @@ class ThroughputCalls(Calls):
     def dispatch(self, **options: Any) -> Any:
         return self.buffer.dispatch(self.x, handle=self.handle, **options, **self.how)
 
+    def route(self, **options: Any) -> Any:
+        """Dispatch without a handle, by default to a fixed number of rows."""
+        return self.buffer.dispatch(self.x, self.idx, self.weights, **{"num_worst_tokens": self.num_rows, **options}, **self.how)
+
     def combine(self, handle: Any, *, y: Array | None = None, y_weights: Array | None = None, **options: Any) -> Any:
         return self.buffer.combine(y or self.y(), handle, topk_weights=y_weights, **options, **self.how)
 
@@ -154,3 +159,83 @@ class LowLatencyCalls(Calls):
 
 KINDS: tuple[type[Calls], ...] = (ThroughputCalls, LowLatencyCalls)
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=["throughput", "low latency"])
+
+Prepare = Callable[..., Callable[[], Any]]
+"""Makes what a call needs, from a fake GPU, a Buffer and options of the call. Returns the function that makes the call."""
+
+
+def _dispatch(**options: Any) -> Prepare:
+    return lambda fake, buffer, **how: functools.partial(ThroughputCalls(fake, buffer, **how).route, **options)
+
+
+def _with_handle(call: str, layout: str, **options: Any) -> Prepare:
+    def prepare(fake: FakeGpu, buffer: Any, **how: Any) -> Callable[[], Any]:
+        calls = ThroughputCalls(fake, buffer, layout=layout, **how)
+        y = calls.y()
+        return calls.dispatch if call == "dispatch" else lambda: calls.combine(calls.handle, y=y, **options)
+
+    return prepare
+
+
+def _prepared(call: str) -> Prepare:
+    def prepare(fake: FakeGpu, buffer: Any, **how: Any) -> Callable[[], Any]:
+        calls = ThroughputCalls(fake, buffer, **how)
+        return getattr(calls.prepare(y=calls.y()), call)
+
+    return prepare
+
+
+def _low_latency(call: str, is_prepared: bool, part: str) -> Prepare:
+    """`part`: "whole", or the half of a call with a hook."""
+
+    def prepare(fake: FakeGpu, buffer: Any, **how: Any) -> Callable[[], Any]:
+        calls, hook = LowLatencyCalls(fake, buffer, **how), dict(return_recv_hook=part != "whole")
+        y = calls.y()
+        if is_prepared:
+            step = calls.prepare(y=y, **hook)
+            dispatch, combine = step.dispatch, step.combine
+        else:
+
+            def dispatch() -> Any:
+                return calls.dispatch(**hook)
+
+            def combine() -> Any:
+                return calls.combine(sent.handle, y=y, **hook)
+
+        make_call = dispatch
+        if call == "combine":
+            sent, make_call = received(dispatch()), combine
+        if part != "receiving half":
+            return make_call
+        return make_call().hook
+
+    return prepare
+
+
+CALLS: dict[str, Prepare] = {
+    "dispatch": _dispatch(num_worst_tokens=None),
+    "dispatch to FP8": _dispatch(num_worst_tokens=None, use_fp8=True),
+    "dispatch by expert": _dispatch(num_worst_tokens=None, layout="expert"),
+    "dispatch of a fixed size": _dispatch(),
+    "dispatch of a fixed size to FP8": _dispatch(use_fp8=True),
+    "dispatch of a fixed size by expert": _dispatch(layout="expert"),
+    "dispatch of a fixed size by expert to FP8": _dispatch(layout="expert", use_fp8=True),
+    "dispatch with a handle": _with_handle("dispatch", "token"),
+    "dispatch by expert with a handle": _with_handle("dispatch", "expert"),
+    "combine": _with_handle("combine", "token"),
+    "combine compressed": _with_handle("combine", "token", compress="log10"),
+    "combine by expert": _with_handle("combine", "expert"),
+    "combine by choice": _with_handle("combine", "expert", reduce="topk"),
+    "prepared dispatch": _prepared("dispatch"),
+    "prepared combine": _prepared("combine"),
+    **{
+        f"low-latency {call}, {'prepared, ' * is_prepared}{part}": _low_latency(call, is_prepared, part)
+        for call in ("dispatch", "combine")
+        for is_prepared in (False, True)
+        for part in ("whole", "sending half", "receiving half")
+    },
+}
+"""Every kind of call. Those without "low-latency" in the name need no Buffer with low_latency=True."""
+
+NEED_COUNTS = ("dispatch", "dispatch to FP8", "dispatch by expert")
+"""Calls that wait for counts, and reserve memory for the most rows until they have come."""

@@ -208,19 +208,3 @@ def test_sums_of_choices_that_cannot_begin(fake: FakeGpu, make: Any, monkeypatch
             assert fake.pop_launches() == []
         buffer.combine(Array(fake, "float16", 50, 256), handle, reduce="topk")
         assert len(fake.pop_launches()) == 12
-
-
-def test_a_graph_keeps_the_memory_of_choices(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays use the memory of the rows again. Calls of the same capture come after each other, and share it."""
-    with make(**TWO_NODES) as buffer:
-
-        def places() -> set[int]:
-            choice_sums(fake, buffer)
-            return {call.out for call in fake.pop_launches() if call.kernel == "combine_nodes"}
-
-        with monkeypatch.context() as capture:
-            capture.setattr(driver, "capture_id", lambda stream: 7)
-            captured = places()
-            assert len(captured) == 1
-            assert places() == captured
-        assert not places() & captured
