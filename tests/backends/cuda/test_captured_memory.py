@@ -92,6 +92,25 @@ def test_no_other_call_gets_the_memory_of_a_graph(
         assert not places(fake) & captured
 
 
+def test_async_calls_of_a_capture_share_no_memory(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait orders reuse after readers in a parallel branch."""
+    with make(low_latency=True) as buffer:
+        calls, quick = calls_of(fake, buffer, async_finish=True)
+        sent = quick.dispatch()
+        addresses = [calls.handle.routing.ptr, sent.recv_x.ptr]
+
+        def step() -> None:
+            calls.combine(calls.handle)
+            calls.handle = None
+            for _ in range(10):
+                addresses.append(calls.route().handle.routing.ptr)
+                addresses.append(quick.dispatch().recv_x.ptr)
+                addresses.append(quick.combine(sent.handle).x.ptr)
+
+        capture(monkeypatch, 7, step)
+        assert len(set(addresses)) == len(addresses)
+
+
 def test_captures_do_not_use_up_memory(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a capture, and captures, share memory, which no other call gets."""
     with make(low_latency=True, num_slots=2) as buffer:

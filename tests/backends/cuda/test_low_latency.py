@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
+from calls_on_fake_gpu import LowLatencyCalls
 from fake_gpu import CALLERS_STREAM, Array, FakeGpu, arguments, fake, like, make
 
 from deepep_rt import EPInputError, EPUnavailableError
@@ -233,28 +234,20 @@ def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("num_tokens", [10, 200])
-def test_compressed_rows(fake: FakeGpu, make: Any, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of their own send them, for few and for many tokens. FP8 needs GPUs that have it."""
-    for arch in ("sm_90", "sm_80"):
-        monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda arch=arch: arch)
-        with make(low_latency=True, hidden=512, num_max_tokens_per_rank=256, low_latency_sms=4) as buffer:
-            x = Array(fake, "bfloat16", num_tokens, 512)
-            idx, weights = Array(fake, "int64", num_tokens, 4), Array(fake, "float32", num_tokens, 4)
-            handle = buffer.low_latency_dispatch(x, idx, use_fp8=False).handle
-            y = Array(fake, "bfloat16", 8, 4 * 256, 512)
-            signatures = set()
-            for compress in (None, "log10", *(["fp8"] if arch == "sm_90" else [])):
-                fake.pop_launches()
-                buffer.low_latency_combine(y, idx, weights, handle, compress=compress)
-                (combine,) = fake.pop_launches()
-                plain = "ll_combine" if num_tokens == 10 else "ll_combine_large"
-                assert combine.kernel == (f"{plain}_{compress}" if compress else plain)
-                signatures.add(combine.call_signature)
-            assert len(signatures) == (3 if arch == "sm_90" else 2), "ranks that differ find out"
-            if arch == "sm_80":
-                with pytest.raises(EPUnavailableError, match=r"compress='fp8'; expected GPUs with FP8 .* rank 0 has sm_80"):
-                    buffer.low_latency_combine(y, idx, weights, handle, compress="fp8")
-                assert fake.pop_launches() == []
+def test_compressed_rows(fake: FakeGpu, make: Any, num_tokens: int) -> None:
+    """Kernels of their own send them, for few and for many tokens."""
+    with make(low_latency=True, hidden=512, num_max_tokens_per_rank=256, low_latency_sms=4) as buffer:
+        calls = LowLatencyCalls(fake, buffer)
+        calls.x, calls.idx, calls.weights = arguments(fake, num_tokens, 512)
+        handle, signatures = calls.dispatch(use_fp8=False).handle, set()
+        for compress in (None, "log10", "fp8"):
+            fake.pop_launches()
+            calls.combine(handle, compress=compress)
+            (combine,) = fake.pop_launches()
+            plain = "ll_combine" if num_tokens == 10 else "ll_combine_large"
+            assert combine.kernel == (f"{plain}_{compress}" if compress else plain)
+            signatures.add(combine.call_signature)
+        assert len(signatures) == 3, "ranks that differ find out"
 
 
 def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,24 +78,6 @@ def test_memory_waits_for_the_stream_that_is_current_when_a_result_is_dropped(
         assert fake.waits == [(CALLERS_STREAM, ("work of", compute))]
 
 
-def test_memory_in_a_capture_stays_with_its_call(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a capture, no wait orders reuse after readers in a parallel branch."""
-    with make(low_latency=True) as buffer, monkeypatch.context() as capturing:
-        x, idx, weights = arguments(fake)
-        y, z = Array(fake, "bfloat16", 40, 256), Array(fake, "bfloat16", 8, 256, 256)
-        sent, quick = buffer.dispatch(x, idx, num_worst_tokens=40), buffer.low_latency_dispatch(x, idx)
-        addresses = [sent.handle.routing.ptr, quick.recv_x.ptr]
-        capturing.setattr(driver, "capture_id", lambda stream: 7)
-        capturing.setattr(driver, "is_capturing", lambda stream: True)
-        buffer.combine(y, sent.handle, async_finish=True)
-        del sent
-        for _ in range(10):
-            addresses.append(buffer.dispatch(x, idx, num_worst_tokens=40, async_finish=True).handle.routing.ptr)
-            addresses.append(buffer.low_latency_dispatch(x, idx, async_finish=True).recv_x.ptr)
-            addresses.append(buffer.low_latency_combine(z, idx, weights, quick.handle, async_finish=True).x.ptr)
-        assert len(set(addresses)) == len(addresses)
-
-
 @pytest.mark.parametrize("how", [{}, {"async_finish": True}, {"stream": 77}], ids=str)
 def test_memory_does_not_grow_while_the_host_runs_ahead(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
