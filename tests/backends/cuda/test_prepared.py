@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from calls_on_fake_gpu import (
+    KINDS,
     Calls,
     LowLatencyCalls,
     ThroughputCalls,
@@ -75,6 +76,13 @@ MEMORY = (
     *("handle", "recv_x", "recv_scales"),
 )
 """Members of launches that tell where results go."""
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+def calls(request: pytest.FixtureRequest, fake: FakeGpu, make: Any) -> Iterator[Calls]:
+    """Calls of each kind, in a Buffer of the default sizes."""
+    with make(**request.param.sizes) as buffer:
+        yield request.param(fake, buffer)
 
 
 def arrays_of(fake: FakeGpu, calls: Calls, options: dict[str, Any]) -> dict[str, Any]:
@@ -138,21 +146,18 @@ def test_launches_are_those_of_ordinary_calls(
                 assert {launch.handle for launch in prepared} == {prepared[0].handle}
 
 
-@each_kind
-def test_a_call_asks_the_driver_for_three_things(fake: FakeGpu, make: Any, kind: Kind) -> None:
+def test_a_call_asks_the_driver_for_three_things(fake: FakeGpu, calls: Calls) -> None:
     """Each request takes the host a microsecond."""
-    with make(**kind.sizes) as buffer:
-        calls = kind(fake, buffer)
-        step, y, other = calls.prepare(), calls.y(), calls.y()
-        for call in (step.dispatch, lambda: step.combine(y)):
-            call()
-            fake.requests.clear()
-            result = call()
-            assert fake.requests == ["context", "capture_id", "launch"]
-            assert call() is result, "the arrays that the caller has read need not be made again"
+    step, y, other = calls.prepare(), calls.y(), calls.y()
+    for call in (step.dispatch, lambda: step.combine(y)):
+        call()
         fake.requests.clear()
-        assert step.combine(other) is result
+        result = call()
         assert fake.requests == ["context", "capture_id", "launch"]
+        assert call() is result, "the arrays that the caller has read need not be made again"
+    fake.requests.clear()
+    assert step.combine(other) is result
+    assert fake.requests == ["context", "capture_id", "launch"]
 
 
 @pytest.mark.parametrize(("kind", "num_slots"), [(ThroughputCalls, 3), (LowLatencyCalls, 1)])
@@ -247,31 +252,28 @@ def refuses(step: Any, wrong: Any, words: str) -> None:
         step.combine(wrong)
 
 
-@each_kind
-def test_rows_of_the_experts(fake: FakeGpu, make: Any, kind: Kind) -> None:
+def test_rows_of_the_experts(fake: FakeGpu, calls: Calls) -> None:
     """A new array is checked, and read from then on. The same array is not looked at again."""
-    with make(**kind.sizes) as buffer:
-        calls = kind(fake, buffer)
-        step = calls.prepare()
-        step.dispatch()
-        refuses(step, None, "y=None")
-        first, second = calls.y(), calls.y()
-        for y in (first, first, second, None, first):
-            fake.pop_launches()
-            back = step.combine(y)
-            (launch,) = fake.pop_launches()
-            assert (launch.y, launch.out) == ((y or second).ptr, back.x.ptr)
-        short, unaligned = calls.y(), calls.y()
-        short.shape = (short.shape[0] - 1, *short.shape[1:])
-        unaligned.ptr += 8
-        refuses(step, short, rf"y.shape=\[{short.shape[0]}, ")
-        refuses(step, calls.y("int8"), "y.dtype=int8")
-        refuses(step, unaligned, "multiple of 16 bytes")
-        refuses(step, on_host(calls.y()), "y is in host memory")
-        step.combine()
-        assert fake.pop_launches()[0].y == first.ptr, "a refused array changes nothing"
-        first.shape = (1,)
-        step.combine(first)
+    step = calls.prepare()
+    step.dispatch()
+    refuses(step, None, "y=None")
+    first, second = calls.y(), calls.y()
+    for y in (first, first, second, None, first):
+        fake.pop_launches()
+        back = step.combine(y)
+        (launch,) = fake.pop_launches()
+        assert (launch.y, launch.out) == ((y or second).ptr, back.x.ptr)
+    short, unaligned = calls.y(), calls.y()
+    short.shape = (short.shape[0] - 1, *short.shape[1:])
+    unaligned.ptr += 8
+    refuses(step, short, rf"y.shape=\[{short.shape[0]}, ")
+    refuses(step, calls.y("int8"), "y.dtype=int8")
+    refuses(step, unaligned, "multiple of 16 bytes")
+    refuses(step, on_host(calls.y()), "y is in host memory")
+    step.combine()
+    assert fake.pop_launches()[0].y == first.ptr, "a refused array changes nothing"
+    first.shape = (1,)
+    step.combine(first)
 
 
 def test_results_have_the_dtype_and_library_of_rows(fake: FakeGpu, make: Any) -> None:
@@ -375,11 +377,9 @@ def test_gpus_without_fp8(fake: FakeGpu, make: Any) -> None:
                 each.prepare(compress="fp8")
 
 
-@each_kind
-def test_reports_of_kernels(fake: FakeGpu, make: Any, kind: Kind) -> None:
+def test_reports_of_kernels(fake: FakeGpu, calls: Calls) -> None:
     """They raise as in ordinary calls: wrong input after the launch, a silent peer before it."""
-    buffer = make(**kind.sizes)
-    calls, page = kind(fake, buffer), buffer._backend.runtime.page
+    page = calls.buffer._backend.runtime.page
     step = calls.prepare(y=calls.y())
     page.bad_input.value = 1
     with pytest.raises(EPInputError, match="It was skipped") as caught:
@@ -392,7 +392,7 @@ def test_reports_of_kernels(fake: FakeGpu, make: Any, kind: Kind) -> None:
         with pytest.raises(EPTimeoutError, match="for rank 2"):
             call()
     assert fake.pop_launches() == []
-    buffer.destroy()
+    calls.buffer.destroy()
     for call in (step.dispatch, step.combine):
         with pytest.raises(EPDestroyedError):
             call()
@@ -413,8 +413,7 @@ def test_masked_ranks(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture
             step.combine()
 
 
-@each_kind
-def test_another_thread_is_refused_during_a_call(fake: FakeGpu, make: Any, kind: Kind) -> None:
+def test_another_thread_is_refused_during_a_call(fake: FakeGpu, calls: Calls) -> None:
     refused = []
 
     def elsewhere(call: Any) -> None:
@@ -427,38 +426,33 @@ def test_another_thread_is_refused_during_a_call(fake: FakeGpu, make: Any, kind:
         thread.start()
         thread.join()
 
-    with make(**kind.sizes) as buffer:
-        calls = kind(fake, buffer)
-        step = calls.prepare(y=calls.y())
-        fake.on_launch = elsewhere
-        step.dispatch()
+    step = calls.prepare(y=calls.y())
+    fake.on_launch = elsewhere
+    step.dispatch()
     assert len(refused) == 1
 
 
-@each_kind
-def test_streams(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+def test_streams(fake: FakeGpu, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls run on the caller's current stream, after calls on other streams, prepared or not."""
-    with make(**kind.sizes) as buffer:
-        calls = kind(fake, buffer)
-        step = calls.prepare(y=calls.y())
-        step.dispatch()
-        assert fake.waits == [(CALLERS_STREAM, 5)], "the first call waits for what the Buffer has queued before"
-        fake.waits.clear()
-        step.combine()
-        assert fake.waits == []
-        calls.dispatch(stream=12)
-        fake.waits.clear()
-        first = step.dispatch()
-        assert fake.waits == [(CALLERS_STREAM, 5)]
-        monkeypatch.setattr(_Library, "current_stream", lambda library, device: 13)
-        fake.waits.clear()
-        second = step.dispatch()
-        assert (fake.pop_launches()[-1].stream, fake.waits) == (13, [(13, 5)])
-        assert first.recv_x.dependency.stream == CALLERS_STREAM
-        assert second.recv_x.dependency.stream == 13, "consumers wait for the stream of the last call"
-        fake.waits.clear()
-        step.combine()
-        assert (fake.pop_launches()[-1].stream, fake.waits) == (13, [])
+    step = calls.prepare(y=calls.y())
+    step.dispatch()
+    assert fake.waits == [(CALLERS_STREAM, 5)], "the first call waits for what the Buffer has queued before"
+    fake.waits.clear()
+    step.combine()
+    assert fake.waits == []
+    calls.dispatch(stream=12)
+    fake.waits.clear()
+    first = step.dispatch()
+    assert fake.waits == [(CALLERS_STREAM, 5)]
+    monkeypatch.setattr(_Library, "current_stream", lambda library, device: 13)
+    fake.waits.clear()
+    second = step.dispatch()
+    assert (fake.pop_launches()[-1].stream, fake.waits) == (13, [(13, 5)])
+    assert first.recv_x.dependency.stream == CALLERS_STREAM
+    assert second.recv_x.dependency.stream == 13, "consumers wait for the stream of the last call"
+    fake.waits.clear()
+    step.combine()
+    assert (fake.pop_launches()[-1].stream, fake.waits) == (13, [])
 
 
 def test_memory_waits_for_every_stream_of_the_calls(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,27 +520,24 @@ def test_later_calls_wait_for_the_waits_of_the_preparation(
         assert fake.waits[num_waits:] == [(33, (32 if has_calls else OWN_STREAM, num_waits))]
 
 
-@each_kind
-def test_per_thread_default_streams(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+def test_per_thread_default_streams(fake: FakeGpu, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handle means another stream in each thread, so only one thread may make calls, and prepare them."""
-    with make(**kind.sizes) as buffer:
-        calls = kind(fake, buffer)
-        step = calls.prepare()
-        monkeypatch.setattr(_Library, "current_stream", lambda library, device: 2)
-        step.dispatch()
-        refused = []
+    step = calls.prepare()
+    monkeypatch.setattr(_Library, "current_stream", lambda library, device: 2)
+    step.dispatch()
+    refused = []
 
-        def run() -> None:
-            for call in (step.dispatch, calls.prepare):
-                with pytest.raises(EPInputError, match="per-thread default stream"):
-                    call()
-                refused.append(call)
-                monkeypatch.setattr(_Library, "current_stream", lambda library, device: 12)  # of this thread
+    def run() -> None:
+        for call in (step.dispatch, calls.prepare):
+            with pytest.raises(EPInputError, match="per-thread default stream"):
+                call()
+            refused.append(call)
+            monkeypatch.setattr(_Library, "current_stream", lambda library, device: 12)  # of this thread
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        assert len(refused) == 2
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(refused) == 2
 
 
 WITH_HOOKS = pytest.mark.parametrize(
@@ -597,13 +588,11 @@ def test_arguments_live_until_calls_have_run(
         assert all(one() is None for one in held)
 
 
-@each_kind
 def test_arrays_of_another_library_live_until_calls_have_run(
-    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, no_collection: None, kind: Kind
+    fake: FakeGpu, calls: Calls, monkeypatch: pytest.MonkeyPatch, no_collection: None
 ) -> None:
     """Its allocator does not know the stream of the call."""
-    with make(**kind.sizes) as buffer, busy_gpu(monkeypatch) as busy:
-        calls = kind(fake, buffer)
+    with busy_gpu(monkeypatch) as busy:
         step = calls.prepare(y=calls.y())
         step.dispatch(), step.combine()
         owner = calls.y()
@@ -628,23 +617,19 @@ def test_a_destroyed_buffer_holds_no_arguments(fake: FakeGpu, make: Any, no_coll
     assert held() is None
 
 
-@each_kind
-def test_arguments_do_not_pile_up(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+def test_arguments_do_not_pile_up(fake: FakeGpu, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the host runs ahead, repeated calls hold their arguments once."""
-    with make(**kind.sizes) as buffer, busy_gpu(monkeypatch):
-        calls = kind(fake, buffer)
+    with busy_gpu(monkeypatch):
         step = calls.prepare(y=calls.y(), async_finish=True)
         for _ in range(5):
             step.dispatch(), step.combine()
-        assert not buffer._backend.runtime.order._arguments
+        assert not calls.buffer._backend.runtime.order._arguments
 
 
-@each_kind
-def test_captures(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+def test_captures(fake: FakeGpu, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture orders calls among themselves, and holds arguments that their allocator could reuse. A call is prepared before it."""
-    with make(**kind.sizes) as buffer, monkeypatch.context() as capturing:
-        calls = kind(fake, buffer)
-        step, order = calls.prepare(y=calls.y()), buffer._backend.runtime.order
+    with monkeypatch.context() as capturing:
+        step, order = calls.prepare(y=calls.y()), calls.buffer._backend.runtime.order
         step.dispatch(), step.combine()
         capturing.setattr(driver, "capture_id", lambda stream: 7)
         capturing.setattr(driver, "is_capturing", lambda stream: True)
@@ -680,8 +665,7 @@ def test_the_relay_is_woken(fake: FakeGpu, make: Any, monkeypatch: pytest.Monkey
         assert woken == [*range(4 if hooks else 2)]
 
 
-@each_kind
-def test_host_arrays_take_ordinary_calls(fake: FakeGpu, make: Any, kind: Kind) -> None:
+def test_host_arrays_take_ordinary_calls(fake: FakeGpu, calls: Calls) -> None:
     """Each call copies them, so it sees values that the program has written."""
     import ml_dtypes
     import numpy as np
@@ -689,18 +673,16 @@ def test_host_arrays_take_ordinary_calls(fake: FakeGpu, make: Any, kind: Kind) -
     def host(array: Array) -> Any:
         return np.zeros(array.shape, {"bfloat16": ml_dtypes.bfloat16}.get(array.dtype, array.dtype))
 
-    with make(**kind.sizes) as buffer:
-        calls = kind(fake, buffer)
-        calls.x, calls.idx, calls.weights, y = host(calls.x), host(calls.idx), host(calls.weights), host(calls.y())
-        step = calls.prepare(**({"use_fp8": False} if kind is LowLatencyCalls else {}))
-        for _ in range(2):
-            fake.copies.clear()
-            sent = step.dispatch()
-            step.combine(y)
-            assert calls.x.ctypes.data in [source for _, source, _ in fake.copies]
-        assert sent.recv_x.shape == y.shape
-        prefix = "ll_" if kind is LowLatencyCalls else ""
-        assert [launch.kernel for launch in fake.pop_launches()] == [f"{prefix}dispatch", f"{prefix}combine"] * 2
+    calls.x, calls.idx, calls.weights, y = host(calls.x), host(calls.idx), host(calls.weights), host(calls.y())
+    step = calls.prepare(**({"use_fp8": False} if isinstance(calls, LowLatencyCalls) else {}))
+    for _ in range(2):
+        fake.copies.clear()
+        sent = step.dispatch()
+        step.combine(y)
+        assert calls.x.ctypes.data in [source for _, source, _ in fake.copies]
+    assert sent.recv_x.shape == y.shape
+    prefix = "ll_" if isinstance(calls, LowLatencyCalls) else ""
+    assert [launch.kernel for launch in fake.pop_launches()] == [f"{prefix}dispatch", f"{prefix}combine"] * 2
 
 
 @pytest.mark.parametrize(
@@ -742,10 +724,8 @@ def test_each_call_is_a_range_of_a_profiler(
     assert seen == [dispatch, "end", dispatch, "end", combine, "end"]
 
 
-@each_kind
-def test_it_belongs_to_its_process(fake: FakeGpu, make: Any, kind: Kind) -> None:
-    with make(**kind.sizes) as buffer:
-        step = kind(fake, buffer).prepare()
-        assert copy.deepcopy(step) is step
-        with pytest.raises(TypeError, match=f"a {kind.name} cannot be pickled"):
-            pickle.dumps(step)
+def test_it_belongs_to_its_process(fake: FakeGpu, calls: Calls) -> None:
+    step = calls.prepare()
+    assert copy.deepcopy(step) is step
+    with pytest.raises(TypeError, match=f"a {calls.name} cannot be pickled"):
+        pickle.dumps(step)
