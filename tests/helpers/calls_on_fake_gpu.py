@@ -160,6 +160,25 @@ class LowLatencyCalls(Calls):
 KINDS: tuple[type[Calls], ...] = (ThroughputCalls, LowLatencyCalls)
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=["throughput", "low latency"])
 
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
+def calls(request: pytest.FixtureRequest, fake: FakeGpu, make: Any) -> Iterator[Calls]:
+    """Calls of each kind, in a Buffer of the default sizes."""
+    with make(**request.param.sizes) as buffer:
+        made = request.param(fake, buffer)
+        yield made
+    vars(made).clear()  # pytest holds it until the fake GPU is gone
+
+
+@pytest.fixture
+def quick(fake: FakeGpu, make: Any) -> Iterator[LowLatencyCalls]:
+    """Low-latency calls, in a Buffer of the default sizes."""
+    with make(low_latency=True) as buffer:
+        made = LowLatencyCalls(fake, buffer)
+        yield made
+    vars(made).clear()
+
+
 Prepare = Callable[..., Callable[[], Any]]
 """Makes what a call needs, from a fake GPU, a Buffer and options of the call. Returns the function that makes the call."""
 

@@ -17,14 +17,15 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from calls_on_fake_gpu import (
-    KINDS,
     Calls,
     LowLatencyCalls,
     ThroughputCalls,
     busy_gpu,
+    calls,
     collected,
     each_kind,
     no_collection,
+    quick,
     received,
     without,
 )
@@ -35,7 +36,7 @@ from deepep_rt.arrays.frameworks import ViewFramework
 from deepep_rt.arrays.view import View
 from deepep_rt.cuda import driver
 
-__all__ = ["collected", "fake", "make", "no_collection"]
+__all__ = ["calls", "collected", "fake", "make", "no_collection", "quick"]
 
 pytestmark = pytest.mark.usefixtures("collected")
 
@@ -76,13 +77,6 @@ MEMORY = (
     *("handle", "recv_x", "recv_scales"),
 )
 """Members of launches that tell where results go."""
-
-
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
-def calls(request: pytest.FixtureRequest, fake: FakeGpu, make: Any) -> Iterator[Calls]:
-    """Calls of each kind, in a Buffer of the default sizes."""
-    with make(**request.param.sizes) as buffer:
-        yield request.param(fake, buffer)
 
 
 def arrays_of(fake: FakeGpu, calls: Calls, options: dict[str, Any]) -> dict[str, Any]:
@@ -231,14 +225,12 @@ def test_a_full_pool(fake: FakeGpu, make: Any) -> None:
         calls.prepare().dispatch()
 
 
-def test_a_handle_works_in_an_ordinary_combine(fake: FakeGpu, make: Any) -> None:
-    with make(low_latency=True) as buffer:
-        calls = LowLatencyCalls(fake, buffer)
-        step = calls.prepare()
-        sent = step.dispatch()
-        calls.combine(sent.handle, y=buffer.get_low_latency_combine_buffer(sent.handle), zero_copy=True)
-        dispatch, combine = fake.pop_launches()
-        assert (combine.handle, combine.has_weights) == (dispatch.handle, 1)
+def test_a_handle_works_in_an_ordinary_combine(fake: FakeGpu, quick: LowLatencyCalls) -> None:
+    step = quick.prepare()
+    sent = step.dispatch()
+    quick.combine(sent.handle, y=quick.buffer.get_low_latency_combine_buffer(sent.handle), zero_copy=True)
+    dispatch, combine = fake.pop_launches()
+    assert (combine.handle, combine.has_weights) == (dispatch.handle, 1)
 
 
 def on_host(array: Array) -> View:
