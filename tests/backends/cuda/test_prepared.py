@@ -31,7 +31,7 @@ from calls_on_fake_gpu import (
 )
 from fake_gpu import CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, _Library, arguments, fake, like, make, region
 
-from deepep_rt import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError
 from deepep_rt.arrays.frameworks import ViewFramework
 from deepep_rt.arrays.view import View
 from deepep_rt.cuda import driver
@@ -225,14 +225,6 @@ def test_a_full_pool(fake: FakeGpu, make: Any) -> None:
         calls.prepare().dispatch()
 
 
-def test_a_handle_works_in_an_ordinary_combine(fake: FakeGpu, quick: LowLatencyCalls) -> None:
-    step = quick.prepare()
-    sent = step.dispatch()
-    quick.combine(sent.handle, y=quick.buffer.get_low_latency_combine_buffer(sent.handle), zero_copy=True)
-    dispatch, combine = fake.pop_launches()
-    assert (combine.handle, combine.has_weights) == (dispatch.handle, 1)
-
-
 def on_host(array: Array) -> View:
     view = _Library().view(array, "y", None)
     view.device, view.framework = -1, ViewFramework()
@@ -357,18 +349,6 @@ def test_wrong_arguments(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPat
         buffer.prepare_low_latency(*arguments(fake))
 
 
-def test_gpus_without_fp8(fake: FakeGpu, make: Any) -> None:
-    with make(low_latency=True, hidden=512) as buffer:
-        buffer._backend.low_latency.kernels.archs_without_fp8 = {2: "sm_80"}
-        buffer._backend._calls._fp8_rows._without_fp8 = 2, "sm_80"
-        calls = LowLatencyCalls(fake, buffer)
-        sent = calls.prepare().dispatch()
-        assert (sent.recv_x.dtype, sent.recv_x_scales, fake.pop_launches()[0].use_fp8) == ("bfloat16", None, 0)
-        for each in (calls, ThroughputCalls(fake, buffer)):
-            with pytest.raises(EPUnavailableError, match=r"compress='fp8'; .*rank 2 has sm_80"):
-                each.prepare(compress="fp8")
-
-
 def test_reports_of_kernels(fake: FakeGpu, calls: Calls) -> None:
     """They raise as in ordinary calls: wrong input after the launch, a silent peer before it."""
     page = calls.buffer._backend.runtime.page
@@ -388,21 +368,6 @@ def test_reports_of_kernels(fake: FakeGpu, calls: Calls) -> None:
     for call in (step.dispatch, step.combine):
         with pytest.raises(EPDestroyedError):
             call()
-
-
-def test_masked_ranks(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with make(low_latency=True, on_timeout="mask") as buffer:
-        step = LowLatencyCalls(fake, buffer).prepare()
-        buffer._backend.runtime.page.masked[3] = 1
-        step.dispatch()
-        assert "rank 3 is masked" in caplog.text
-    with make(low_latency=True) as buffer:
-        calls = LowLatencyCalls(fake, buffer)
-        step = calls.prepare(y=calls.y(), reduce="topk")
-        step.dispatch(), step.combine()
-        buffer.mask_rank(2)
-        with pytest.raises(EPInputError, match="masked ranks"):
-            step.combine()
 
 
 def test_another_thread_is_refused_during_a_call(fake: FakeGpu, calls: Calls) -> None:

@@ -9,7 +9,20 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from calls_on_fake_gpu import Calls, LowLatencyCalls, each_kind
-from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, arguments, fake, like, make, region, routed
+from fake_gpu import (
+    BASE,
+    CALLERS_STREAM,
+    OWN_STREAM,
+    Array,
+    FakeCommunicator,
+    FakeGpu,
+    arguments,
+    fake,
+    like,
+    make,
+    region,
+    routed,
+)
 
 from deepep_rt import EPConfigError, EPInputError, EPUnavailableError, NetworkOptions
 from deepep_rt.cuda import driver, nvshmem
@@ -41,18 +54,22 @@ def test_compressed_rows(fake: FakeGpu, make: Any, compress: str, row_bytes: int
 
 
 @each_kind
+@pytest.mark.parametrize("rank", [0, 2])
 def test_compressed_rows_on_gpus_without_fp8(
-    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, kind: type[Calls]
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, kind: type[Calls], rank: int
 ) -> None:
-    monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda: "sm_80")
+    mine = (1 << 50, "sm_90", None)
+    archs = [(1 << 50, "sm_80", None) if rank == each else mine for each in range(4)]
+    monkeypatch.setattr(FakeCommunicator, "allgather", lambda self, value: archs if value == mine else [value] * 4)
     with make(**kind.sizes, hidden=512) as buffer:
         calls = kind(fake, buffer)
         handle = calls.dispatch().handle
         fake.pop_launches()
-        with pytest.raises(
-            EPUnavailableError, match=r"compress='fp8'; expected GPUs with FP8 on all ranks, but rank 0 has sm_80"
-        ):
-            calls.combine(handle, compress="fp8")
+        for call in (lambda: calls.combine(handle, compress="fp8"), lambda: calls.prepare(compress="fp8")):
+            with pytest.raises(
+                EPUnavailableError, match=rf"compress='fp8'; expected GPUs with FP8 on all ranks, but rank {rank} has sm_80"
+            ):
+                call()
         assert fake.pop_launches() == []
         for compress in ("log10", None):
             calls.combine(handle, compress=compress)
