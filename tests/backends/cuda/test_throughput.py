@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from calls_on_fake_gpu import Calls, LowLatencyCalls, each_kind
+from calls_on_fake_gpu import CALLS, Calls, LowLatencyCalls, each_kind
 from fake_gpu import (
     BASE,
     CALLERS_STREAM,
@@ -344,22 +344,18 @@ def test_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.Monke
         assert fake.pop_launches() == []
 
 
-def test_driver_requests_of_a_call(fake: FakeGpu, make: Any) -> None:
+ONE_LAUNCH = [kind for kind in CALLS if kind in ("combine", "dispatch with a handle") or kind.endswith("whole")]
+
+
+@pytest.mark.parametrize(
+    "kind", ["dispatch of a fixed size", "combine compressed", "prepared dispatch", "prepared combine", *ONE_LAUNCH]
+)
+def test_driver_requests_of_a_call(fake: FakeGpu, make: Any, kind: str) -> None:
     """Each request costs the host a microsecond or more. A call allocates nothing, and queues no wait."""
     with make(low_latency=True) as buffer:
-        x, idx, weights = arguments(fake)
-        y, z = Array(fake, "bfloat16", 100, 256), Array(fake, "bfloat16", 8, 256, 256)
-        known, quick = buffer.dispatch(x, idx, weights, num_worst_tokens=100).handle, buffer.low_latency_dispatch(x, idx).handle
-        calls = {
-            "dispatch, fixed": lambda: buffer.dispatch(x, idx, weights, num_worst_tokens=100),
-            "dispatch, known": lambda: buffer.dispatch(x, handle=known),
-            "combine": lambda: buffer.combine(y, known),
-            "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx, topk_weights=weights),
-            "low_latency_combine": lambda: buffer.low_latency_combine(z, idx, weights, quick),
-        }
-        for name, call in calls.items():
-            call()  # the first call may allocate
-            fake.requests.clear()
-            call()
-            num_launches = 2 if name == "dispatch, fixed" else 1
-            assert fake.requests == ["context", "capture_id", *["launch"] * num_launches], name
+        call = CALLS[kind](fake, buffer)
+        call()  # the first call may allocate
+        fake.requests.clear()
+        call()
+        num_launches = 2 if kind == "dispatch of a fixed size" else 1
+        assert fake.requests == ["context", "capture_id", *["launch"] * num_launches]
