@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_gpu import Array, FakeGpu, routed
+from fake_gpu import Array, FakeCommunicator, FakeGpu, routed
 
 from deepep_rt.cuda import driver
 
@@ -29,6 +29,14 @@ def collected(fake: FakeGpu) -> Iterator[None]:
     yield
     fake.on_launch = None
     gc.collect()
+
+
+@pytest.fixture(params=[0, 2])
+def old_rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Let the GPU of one rank be too old for FP8. Return that rank."""
+    found = [(1 << 50, "sm_80" if rank == request.param else "sm_90", None) for rank in range(4)]
+    monkeypatch.setattr(FakeCommunicator, "allgather", lambda self, value: found if value == found[1] else [value] * 4)
+    return request.param
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from calls_on_fake_gpu import LowLatencyCalls, quick
+from calls_on_fake_gpu import LowLatencyCalls, old_rank, quick
 from fake_gpu import CALLERS_STREAM, Array, FakeGpu, arguments, fake, like, make
 
 from deepep_rt import EPInputError, EPUnavailableError
@@ -22,7 +22,7 @@ from deepep_rt.jit import launch
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.table import KERNELS
 
-__all__ = ["fake", "make", "quick"]
+__all__ = ["fake", "make", "old_rank", "quick"]
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_the_combine_buffer_is_for_the_callers_stream(
         assert (caller, 5) in fake.waits, "an event of the stream that used the memory before"
 
 
-def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda: "sm_80")
+def test_gpus_without_fp8(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture, old_rank: int) -> None:
+    """Rows travel in one format. If the GPU of one rank cannot convert to FP8, no rank converts."""
     with make(low_latency=True) as buffer:
         calls = LowLatencyCalls(fake, buffer)
         for dispatch in (calls.dispatch, lambda **options: calls.prepare(**options).dispatch()):
@@ -228,7 +228,7 @@ def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPa
                 assert fake.pop_launches()[-1].use_fp8 == 0
     told = [record.getMessage() for record in caplog.records if "FP8" in record.getMessage()]
     assert len(told) == 1
-    assert "sm_80 cannot convert to FP8: rows travel and arrive as bfloat16" in told[0]
+    assert f"rank {old_rank}'s sm_80 cannot convert to FP8: rows travel and arrive as bfloat16" in told[0]
 
 
 @pytest.mark.parametrize("num_tokens", [10, 200])
