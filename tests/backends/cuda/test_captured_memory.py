@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import Array, FakeGpu, arguments, fake, make
+from calls_on_fake_gpu import CALLS, NEED_COUNTS, LowLatencyCalls, Prepare, ThroughputCalls
+from fake_gpu import FakeGpu, fake, make, routed
 
 from deepep_rt.cuda import driver
 
@@ -39,76 +39,29 @@ def places(fake: FakeGpu) -> set[tuple[str, int]]:
     """Return where the last launches read and write."""
     found = set()
     for call in fake.pop_launches():
-        for name in MEMBERS[call.kernel.removesuffix("_nodes")]:
+        for name in MEMBERS[call.kernel.replace("_nodes", "").removesuffix("_log10")]:
             kind = "rows" if name == "recv_x_offset" else "other"  # an offset, or an address
             if getattr(call, name):
                 found.add((kind, getattr(call, name)))
     return found
 
 
-class Calls:
-    """Calls of every kind, with the handles that they make or get."""
-
-    def __init__(self, fake: FakeGpu, buffer: Any, rows: int = 40, **how: Any) -> None:
-        self.buffer, self.rows, self.how = buffer, rows, how
-        self.x, self.idx, self.weights = arguments(fake)
-        self.y, self.quick_y = Array(fake, "bfloat16", rows, 256), Array(fake, "bfloat16", 8, 256, 256)
-
-    def dispatch(self, handle: Any = None, **options: Any) -> Any:
-        if handle is not None:
-            return self.buffer.dispatch(self.x, handle=handle, **options, **self.how)
-        return self.buffer.dispatch(self.x, self.idx, self.weights, num_worst_tokens=self.rows, **options, **self.how)
-
-    def combine(self, handle: Any, **options: Any) -> Any:
-        return self.buffer.combine(self.y, handle, **options, **self.how)
-
-    def by_expert(self, handle: Any = None) -> Any:
-        return self.dispatch(handle, layout="expert")
-
-    def quick(self) -> Any:
-        return self.buffer.low_latency_dispatch(self.x, self.idx, topk_weights=self.weights, **self.how)
-
-    def quick_combine(self, handle: Any) -> Any:
-        return self.buffer.low_latency_combine(self.quick_y, self.idx, self.weights, handle, **self.how)
-
-    def prepared(self, handle: Any) -> Any:
-        step = self.buffer.prepare_throughput(self.x, handle, y=self.y, **self.how)
-        quick = self.buffer.prepare_low_latency(self.x, self.idx, self.weights, **self.how)
-        return SimpleNamespace(run=lambda: (step.dispatch(), step.combine(), quick.dispatch(), quick.combine(self.quick_y)))
-
-
-Case = tuple[Callable[[Calls], Any], Callable[[Calls, Any], Any]]
-"""What the program does before the capture, and in the capture with the result of that."""
-
-CASES: dict[str, Case] = {
-    "combine": (lambda calls: calls.dispatch().handle, Calls.combine),
-    "dispatch with a handle": (lambda calls: calls.dispatch().handle, Calls.dispatch),
-    "combine by expert": (lambda calls: calls.by_expert().handle, Calls.combine),
-    "choices": (lambda calls: calls.by_expert().handle, lambda calls, handle: calls.combine(handle, reduce="topk")),
-    "dispatch by expert with a handle": (lambda calls: calls.by_expert().handle, Calls.by_expert),
-    "low latency": (lambda calls: calls.quick().handle, Calls.quick_combine),
-    "prepared": (lambda calls: calls.prepared(calls.dispatch().handle), lambda calls, step: step.run()),
-    "both": (
-        lambda calls: None,
-        lambda calls, _: (calls.combine(calls.dispatch().handle), calls.quick_combine(calls.quick().handle)),
-    ),
-    "both by expert": (lambda calls: None, lambda calls, _: calls.combine(calls.by_expert().handle)),
-    "FP8": (lambda calls: None, lambda calls, _: calls.dispatch(use_fp8=True)),
+WHOLE = {name: call for name, call in CALLS.items() if "half" not in name}
+CASES: dict[str, Prepare] = {
+    **{name: call for name, call in WHOLE.items() if name not in NEED_COUNTS},
+    "both": lambda fake, buffer, **how: functools.partial(run_both, *calls_of(fake, buffer, **how), ("token", "expert")),
 }
 
 
-def run_all(calls: Calls) -> None:
-    """Make calls of all kinds, and keep nothing."""
-    sent, by_expert = calls.dispatch(), calls.by_expert()
-    for handle in (sent.handle, by_expert.handle):
-        calls.combine(handle)
-    calls.combine(by_expert.handle, reduce="topk")
-    calls.dispatch(sent.handle)
-    calls.by_expert(by_expert.handle)
-    calls.dispatch(use_fp8=True)
-    if calls.buffer.config.low_latency:
-        calls.quick_combine(calls.quick().handle)
-    calls.prepared(sent.handle).run()
+def calls_of(fake: FakeGpu, buffer: Any, rows: int = 24, **how: Any) -> tuple[ThroughputCalls, LowLatencyCalls]:
+    return ThroughputCalls(fake, buffer, rows, **how), LowLatencyCalls(fake, buffer, **how)
+
+
+def run_both(calls: ThroughputCalls, quick: LowLatencyCalls, layouts: tuple[str, ...] = ("token",)) -> None:
+    """Make a dispatch and a combine of both kinds, and keep nothing."""
+    for layout in layouts:
+        calls.combine(calls.route(layout=layout).handle)
+    quick.combine(quick.dispatch().handle)
 
 
 def capture(monkeypatch: pytest.MonkeyPatch, number: int, work: Callable[[], Any]) -> None:
@@ -125,53 +78,80 @@ def test_no_other_call_gets_the_memory_of_a_graph(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, kind: str, sizes: dict[str, Any], is_async: bool
 ) -> None:
     """The program drops all results and handles after the capture. Replays read the routing of the capture, and write its results."""
-    before, in_capture = CASES[kind]
     with make(low_latency=True, num_slots=4, **sizes) as buffer:
-        calls = Calls(fake, buffer, async_finish=is_async)
-        work = functools.partial(in_capture, calls, before(calls))
+        fake.on_launch = routed(buffer, 24, [3] * 8)
+        work = CASES[kind](fake, buffer, async_finish=is_async)
         fake.pop_launches()
         capture(monkeypatch, 7, work)
         del work
         captured = places(fake)
         assert captured
         for _ in range(3):
-            run_all(calls)
+            for call in WHOLE.values():
+                call(fake, buffer, async_finish=is_async)()
             buffer.synchronize()
         assert not places(fake) & captured
+
+
+def test_async_calls_of_a_capture_share_no_memory(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No wait orders reuse after readers in a parallel branch."""
+    with make(low_latency=True) as buffer:
+        calls, quick = calls_of(fake, buffer, async_finish=True)
+        sent = quick.dispatch()
+        addresses = [calls.handle.routing.ptr, sent.recv_x.ptr]
+
+        def step() -> None:
+            calls.combine(calls.handle)
+            calls.handle = None
+            for _ in range(10):
+                addresses.append(calls.route().handle.routing.ptr)
+                addresses.append(quick.dispatch().recv_x.ptr)
+                addresses.append(quick.combine(sent.handle).x.ptr)
+
+        capture(monkeypatch, 7, step)
+        assert len(set(addresses)) == len(addresses)
 
 
 def test_captures_do_not_use_up_memory(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a capture, and captures, share memory, which no other call gets."""
     with make(low_latency=True, num_slots=2) as buffer:
-        calls = Calls(fake, buffer, rows=256)  # which fill a slot of the pool
+        calls, quick = calls_of(fake, buffer, 256)  # which fill a slot of the pool
 
         def step() -> None:
             for _ in range(10):
-                calls.combine(calls.dispatch().handle)
-                calls.quick_combine(calls.quick().handle)
+                run_both(calls, quick)
 
         for number in range(5):
             capture(monkeypatch, number, step)
         captured = places(fake)
         assert len(captured) < 12
-        sent = [calls.dispatch() for _ in range(2)]
+        sent = [calls.route() for _ in range(2)]
         assert len(fake.copies) == 1, "the graphs have a slot of the pool"
         del sent
+
+
+def test_sums_of_choices_share_memory_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make(**NODES) as buffer:
+        captured: list[set[tuple[str, int]]] = []
+        calls = ThroughputCalls(fake, buffer, layout="expert")
+
+        def step() -> None:
+            for _ in range(2):
+                calls.combine(calls.handle, reduce="topk")
+                captured.append({("out", call.out) for call in fake.pop_launches() if call.kernel == "combine_nodes"})
+
+        capture(monkeypatch, 7, step)
+        assert captured[0] == captured[1]
+        assert len(captured[0]) == 1
 
 
 def test_a_graph_that_reads_its_own_memory_is_launched_fast(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA launches a graph slowly that shall tell its end. Only what it holds of other calls needs that."""
     with make(low_latency=True) as buffer:
-        calls = Calls(fake, buffer)
-        known = calls.dispatch(), calls.quick()
-
-        def step() -> None:
-            calls.combine(calls.dispatch().handle)
-            calls.combine(calls.by_expert().handle)
-            calls.quick_combine(calls.quick().handle)
-
-        capture(monkeypatch, 7, step)
+        calls, quick = calls_of(fake, buffer)
+        sent = quick.dispatch()
+        capture(monkeypatch, 7, lambda: run_both(calls, quick, ("token", "expert")))
         assert fake.num_graph_ends == 0
-        for number, (work, handle) in enumerate(((calls.combine, known[0].handle), (calls.quick_combine, known[1].handle)), 1):
+        for number, (work, handle) in enumerate(((calls.combine, calls.handle), (quick.combine, sent.handle)), 1):
             capture(monkeypatch, 7 + number, lambda work=work, handle=handle: (work(handle), work(handle)))
             assert fake.num_graph_ends == number

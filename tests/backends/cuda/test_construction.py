@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,8 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import BASE, Array, FakeCommunicator, FakeGpu, arguments, fake, make, region
+from calls_on_fake_gpu import CALLS, received
+from fake_gpu import BASE, Array, FakeCommunicator, FakeGpu, arguments, fake, make, region, routed
 
 from deepep_rt import (
     Buffer,
@@ -130,21 +132,15 @@ def test_a_destroyed_buffer_leaves_nothing_to_the_garbage_collector(
             parts = [
                 weakref.ref(part) for part in (buffer, backend, backend.runtime, backend.runtime.monitor, backend.runtime.order)
             ]
-            sent = buffer.dispatch(*arguments(fake), num_worst_tokens=40)
-            kept: list[Any] = [sent, buffer.combine(Array(fake, "bfloat16", 40, 256), sent.handle)]
-            step = buffer.prepare_throughput(Array(fake, "bfloat16", 10, 256), sent.handle)
-            kept += [step, step.dispatch(), buffer.dispatch(*arguments(fake), num_worst_tokens=40, async_finish=True)]
-            sent = buffer.dispatch(*arguments(fake), num_worst_tokens=160, layout="expert")
-            y = Array(fake, "bfloat16", 160, 256)
-            kept += [sent, *(buffer.combine(y, sent.handle, reduce=reduce) for reduce in ("rank", "topk"))]
-            if low_latency:
-                x, idx, weights = arguments(fake)
-                kept.append(buffer.prepare_low_latency(x, idx, weights, use_fp8=False))
-                kept.append(kept[-1].dispatch())
-                kept.append(buffer.low_latency_dispatch(x, idx, use_fp8=False, return_recv_hook=True))
-                kept[-1].hook()
+            fake.on_launch = routed(buffer, 24, [3] * 8)
+            kept: list[Any] = []
+            for how, (name, prepare) in itertools.product(({}, {"async_finish": True}), CALLS.items()):
+                if low_latency or not name.startswith("low-latency"):
+                    kept.append(call := prepare(fake, buffer, **how))
+                    kept.append(received(call()))
         kept.clear()
-        del buffer, backend, sent, step, y
+        fake.on_launch = lambda call: None
+        del buffer, backend, call, prepare
         assert [part() for part in parts] == [None] * len(parts)
     finally:
         gc.enable()

@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
+from calls_on_fake_gpu import ThroughputCalls
 from fake_gpu import BASE, Array, FakeGpu, arguments, fake, like, make, routed
 
-from deepep_rt import EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.comm.call_signature import unpack
 from deepep_rt.cuda import driver
 from deepep_rt.jit import launch
@@ -101,35 +102,46 @@ def test_known_routing_keeps_the_positions(fake: FakeGpu, make: Any) -> None:
         assert again.recv_x.shape == first.recv_x.shape
 
 
-@pytest.mark.parametrize("sizes", [ONE_NODE, TWO_NODES], ids=["one-node", "two-nodes"])
-def test_without_room_for_tables_there_is_no_call(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, sizes: Any) -> None:
-    """The other ranks would wait for a call of this rank that has only begun."""
+def no_room(num_bytes: int, stream: int) -> int:
+    raise EPOutOfMemoryError("full")
+
+
+def missing(kernel: Any, constants: Any, arch: str) -> Any:
+    raise EPUnavailableError(f"{kernel.name} is not in the cache")
+
+
+NO_ROOM, MISSING = (driver, "allocate_async", no_room), (launch, "load", missing)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "call", "failure", "num_launches"),
+    [
+        *((sizes, "dispatch", failure, 4) for sizes in (ONE_NODE, TWO_NODES) for failure in (NO_ROOM, MISSING)),
+        *((TWO_NODES, "combine", failure, 12) for failure in (NO_ROOM, MISSING)),
+        (ONE_NODE, "combine", MISSING, 1),
+    ],
+)
+def test_a_call_that_cannot_begin(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, sizes: Any, call: str, failure: tuple, num_launches: int
+) -> None:
+    """Without memory or without a kernel, this rank launches nothing, and its later calls match those of the others."""
     with make(**sizes) as buffer:
+        calls = ThroughputCalls(fake, buffer, layout="token" if call == "dispatch" else "expert")
+        fake.on_launch, y = routed(buffer, 20, COUNTS), calls.y("float16")  # no Buffer loads its kernels when it is made
 
-        def no_room(num_bytes: int, stream: int) -> int:
-            raise EPOutOfMemoryError("full")
-
-        with monkeypatch.context() as patches:
-            patches.setattr(driver, "allocate_async", no_room)
-            with pytest.raises(EPOutOfMemoryError, match="full") as caught:
-                buffer.dispatch(*arguments(fake), layout="expert")
-        assert not caught.value.call_made
-        assert fake.pop_launches() == []
-        fake.on_launch = routed(buffer, 20, COUNTS)
-        assert buffer.dispatch(*arguments(fake), layout="expert").num_recv_tokens_per_expert_list == COUNTS
-
-
-def test_kernels_are_loaded_before_the_first_launch(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make() as buffer:
-
-        def missing(kernel: Any, constants: Any, arch: str) -> Any:
-            raise EPUnavailableError(f"{kernel.name} is not in the cache")
+        def make_call() -> Any:
+            if call == "dispatch":
+                return calls.route(layout="expert", num_worst_tokens=None)
+            return calls.combine(calls.handle, y=y, reduce="topk")
 
         with monkeypatch.context() as patches:
-            patches.setattr(launch, "load", missing)
-            with pytest.raises(EPUnavailableError, match="expert_positions is not in the cache"):
-                buffer.dispatch(*arguments(fake), layout="expert")
+            patches.setattr(*failure)
+            with pytest.raises((EPOutOfMemoryError, EPUnavailableError), match=r"full|is not in the cache") as caught:
+                make_call()
+            assert not caught.value.call_made
         assert fake.pop_launches() == []
+        make_call()
+        assert len(fake.pop_launches()) == num_launches
 
 
 def choice_sums(fake: FakeGpu, buffer: Any, **how: Any) -> Any:
@@ -186,56 +198,3 @@ def test_sums_of_choices_without_weights(fake: FakeGpu, make: Any) -> None:
         for call in fake.pop_launches():
             if call.kernel == "combine_nodes":
                 assert (call.topk_weights, call.out_topk_weights) == (0, 0)
-
-
-def test_sums_of_choices_that_cannot_begin(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without memory or without a kernel, this rank launches nothing, and its later calls match those of the others."""
-
-    def no_room(num_bytes: int, stream: int) -> int:
-        raise EPOutOfMemoryError("full")
-
-    def missing(kernel: Any, constants: Any, arch: str) -> Any:
-        raise EPUnavailableError(f"{kernel.name} is not in the cache")
-
-    with make(**TWO_NODES) as buffer:
-        handle = buffer.dispatch(*arguments(fake), layout="expert", num_worst_tokens=50).handle
-        fake.pop_launches()
-        for owner, name, replacement in ((driver, "allocate_async", no_room), (launch, "load", missing)):
-            with monkeypatch.context() as patches:
-                patches.setattr(owner, name, replacement)
-                with pytest.raises((EPOutOfMemoryError, EPUnavailableError), match=r"full|is not in the cache"):
-                    buffer.combine(Array(fake, "float16", 50, 256), handle, reduce="topk")
-            assert fake.pop_launches() == []
-        buffer.combine(Array(fake, "float16", 50, 256), handle, reduce="topk")
-        assert len(fake.pop_launches()) == 12
-
-
-def test_an_interruption_between_choices(fake: FakeGpu, make: Any) -> None:
-    """The other ranks wait for the next choice of this rank, so it must not go on with another call."""
-
-    def interrupt(call: Any) -> None:
-        if call.kernel == "add_choice":
-            raise KeyboardInterrupt
-
-    with make(**TWO_NODES) as buffer:
-        fake.on_launch = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            choice_sums(fake, buffer)
-        with pytest.raises(EPTimeoutError, match="interrupted between its choices"):
-            buffer.check()
-
-
-def test_a_graph_keeps_the_memory_of_choices(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays use the memory of the rows again. Calls of the same capture come after each other, and share it."""
-    with make(**TWO_NODES) as buffer:
-
-        def places() -> set[int]:
-            choice_sums(fake, buffer)
-            return {call.out for call in fake.pop_launches() if call.kernel == "combine_nodes"}
-
-        with monkeypatch.context() as capture:
-            capture.setattr(driver, "capture_id", lambda stream: 7)
-            captured = places()
-            assert len(captured) == 1
-            assert places() == captured
-        assert not places() & captured

@@ -13,14 +13,15 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import BASE, Array, FakeGpu, arguments, fake, make
+from calls_on_fake_gpu import CALLS, collected
+from fake_gpu import BASE, Array, FakeGpu, arguments, fake, make, routed
 
 from deepep_rt import EPDestroyedError, EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from deepep_rt.comm.call_signature import CALL_KINDS, Signature, pack
 from deepep_rt.cuda import driver
 from deepep_rt.kernels import structs
 
-__all__ = ["fake", "make"]
+__all__ = ["collected", "fake", "make"]
 
 
 def test_late_counts(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +74,9 @@ def test_an_interrupted_wait_breaks_the_buffer(fake: FakeGpu, make: Any, monkeyp
     assert BASE not in fake.freed
 
 
-def test_bad_input_is_raised_after_the_call(fake: FakeGpu, make: Any) -> None:
-    """The call is complete first: its counts have arrived, and the receiving half of a low-latency call is launched."""
-    with make(low_latency=True) as buffer:
+def test_bad_input_that_is_reported_before_counts(fake: FakeGpu, make: Any) -> None:
+    """The counts arrive first."""
+    with make() as buffer:
         page = buffer._backend.runtime.page
 
         def report(call: SimpleNamespace) -> None:
@@ -88,12 +89,6 @@ def test_bad_input_is_raised_after_the_call(fake: FakeGpu, make: Any) -> None:
             buffer.dispatch(*arguments(fake))
         assert [call.kernel for call in fake.pop_launches()] == ["route", "dispatch"]
         assert page.counted.value
-        fake.on_launch = report
-        sent = buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
-        fake.pop_launches()
-        with pytest.raises(EPInputError, match="It was skipped"):
-            sent.hook()
-        assert [call.phases for call in fake.pop_launches()] == [2]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +110,7 @@ def test_which_call_timed_out(fake: FakeGpu, make: Any, phase: str, expected: in
     buffer.destroy()
 
 
-def _report_timeout(buffer: Any, phase: str, expected: int) -> None:
+def _report_timeout(buffer: Any, phase: str, expected: int = 0) -> None:
     page = buffer._backend.runtime.page
     report = page.report[0]
     report["rank"], report["peer"], report["phase"], report["expected"] = 0, 2, structs.PHASES[phase][0], expected
@@ -216,18 +211,43 @@ def test_ranks_that_differ(fake: FakeGpu, make: Any) -> None:
         assert fake.pop_launches() == []
 
 
-def test_a_silent_peer(fake: FakeGpu, make: Any) -> None:
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_silent_peer(fake: FakeGpu, make: Any, kind: str) -> None:
     """The next call raises what a kernel has reported, and so do all later calls."""
-    buffer = make()
-    page = buffer._backend.runtime.page
-    page.report["rank"], page.report["peer"], page.report["phase"], page.timed_out.value = 0, 2, 3, 1
-    for _ in range(2):
+    buffer = make(low_latency=True)
+    fake.on_launch = routed(buffer, 24, [3] * 8)
+    call = CALLS[kind](fake, buffer)
+    fake.pop_launches()
+    _report_timeout(buffer, "kPhaseDispatchRows")
+    for one in (call, buffer.check, *([] if "receiving half" in kind else [call])):  # a hook can be called once
         with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 2: the rows of dispatch") as caught:
-            buffer.dispatch(*arguments(fake))
+            one()
         assert (caught.value.rank, caught.value.peer) == (0, 2)
     assert fake.pop_launches() == []
     buffer.destroy()
     assert BASE not in fake.freed, "peers may still write to this memory"
+
+
+@pytest.mark.usefixtures("collected")
+@pytest.mark.parametrize("kind", [kind for kind in CALLS if "sending half" not in kind])
+def test_bad_input_is_raised_after_the_call(fake: FakeGpu, make: Any, kind: str) -> None:
+    """The call is complete first, because the other ranks have made it and go on."""
+    with make(low_latency=True) as buffer:
+        fake.on_launch = routed(buffer, 24, [3] * 8)
+        launched = []
+        for is_bad in (False, True):
+            call = CALLS[kind](fake, buffer)
+            fake.pop_launches()
+            buffer._backend.runtime.page.bad_input.value = is_bad
+            if is_bad:
+                with pytest.raises(EPInputError, match="It was skipped") as caught:
+                    call()
+                assert caught.value.call_made
+            else:
+                call()
+            launched.append([(one.kernel, getattr(one, "phases", 0)) for one in fake.pop_launches()])
+        assert launched[0] == launched[1]
 
 
 def test_a_timeout_before_results_in_host_memory(fake: FakeGpu, make: Any) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import Array, FakeGpu, arguments, fake, make
+from calls_on_fake_gpu import CALLS
+from fake_gpu import FakeGpu, arguments, fake, make
 
 from deepep_rt import NetworkOptions
 from deepep_rt._finalizers import no_cuda_in_this_thread, waiting
@@ -39,29 +39,15 @@ def make_cycle(*kept: Any) -> None:
     cycle.append(cycle)
 
 
-def results(buffer: Any, fake: FakeGpu) -> Any:
-    """Results that another stream reads: the end of their memory is an event."""
-    return buffer.dispatch(*arguments(fake), num_worst_tokens=40, async_finish=True)
-
-
-def sums(buffer: Any, fake: FakeGpu) -> Any:
-    handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
-    return buffer.combine(Array(fake, "bfloat16", 40, 256), handle, async_finish=True)
-
-
-def prepared(buffer: Any, fake: FakeGpu) -> Any:
-    handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
-    step = buffer.prepare_throughput(Array(fake, "bfloat16", 10, 256), handle, async_finish=True)
-    return step, step.dispatch()
-
-
-@pytest.mark.parametrize("of", [results, sums, prepared])
-def test_they_wait_for_the_next_call(fake: FakeGpu, make: Any, of: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", ["dispatch of a fixed size", "combine", "prepared dispatch"])
+def test_they_wait_for_the_next_call(fake: FakeGpu, make: Any, kind: str) -> None:
     gc.collect()
     gc.disable()
     try:
         with make(ranks_per_node=2, network=NetworkOptions(transport="mpi")) as buffer:
-            make_cycle(of(buffer, fake))
+            call = CALLS[kind](fake, buffer, async_finish=True)
+            make_cycle(call())  # the end of its memory is an event
+            del call
             requests = list(fake.requests)
             collect_in_a_relay()
             assert fake.requests == requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import Array, FakeGpu, fake, make, routed
+from calls_on_fake_gpu import CALLS
+from fake_gpu import FakeGpu, fake, make, routed
 
 from deepep_rt import EPInputError, EPTimeoutError, EPUnavailableError
 from deepep_rt.jit import launch
@@ -19,7 +21,6 @@ from deepep_rt.kernels.table import LOCAL_KERNELS
 
 __all__ = ["fake", "make"]
 
-COUNTS = [3, 4, 5, 6, 0, 0, 2, 0]
 ONE_NODE, TWO_NODES = {}, dict(ranks_per_node=2)
 TOPOLOGIES = pytest.mark.parametrize("sizes", [ONE_NODE, TWO_NODES], ids=["one-node", "two-nodes"])
 
@@ -31,102 +32,12 @@ def no_garbage(fake: FakeGpu) -> Iterator[None]:
     gc.collect()
 
 
-Prepare = Callable[[FakeGpu, Any], Callable[[], Any]]
-
-
-def arguments(fake: FakeGpu, buffer: Any) -> tuple[Array, Array, Array]:
-    num_topk = buffer.config.num_topk
-    return Array(fake, "bfloat16", 10, 256), Array(fake, "int64", 10, num_topk), Array(fake, "float32", 10, num_topk)
-
-
-def _dispatch(**how: Any) -> Prepare:
-    return lambda fake, buffer: lambda: buffer.dispatch(*arguments(fake, buffer), **how)
-
-
-def _known_dispatch(layout: str) -> Prepare:
-    def prepare(fake: FakeGpu, buffer: Any) -> Callable[[], Any]:
-        x, idx, weights = arguments(fake, buffer)
-        handle = buffer.dispatch(x, idx, weights, layout=layout).handle
-        return lambda: buffer.dispatch(x, handle=handle)
-
-    return prepare
-
-
-def _combine(layout: str, **how: Any) -> Prepare:
-    def prepare(fake: FakeGpu, buffer: Any) -> Callable[[], Any]:
-        handle = buffer.dispatch(*arguments(fake, buffer), layout=layout).handle
-        return lambda: buffer.combine(Array(fake, "bfloat16", 20, 256), handle, **how)
-
-    return prepare
-
-
-def _prepared(call: str) -> Prepare:
-    def prepare(fake: FakeGpu, buffer: Any) -> Callable[[], Any]:
-        x, idx, _ = arguments(fake, buffer)
-        step = buffer.prepare_throughput(x, buffer.dispatch(x, idx).handle, y=Array(fake, "bfloat16", 20, 256))
-        return getattr(step, call)
-
-    return prepare
-
-
-def _low_latency(call: str, is_prepared: bool, part: str) -> Prepare:
-    """`part`: "whole", or the half of a call with a hook."""
-
-    def prepare(fake: FakeGpu, buffer: Any) -> Callable[[], Any]:
-        x, idx, weights = arguments(fake, buffer)
-        y, hook = Array(fake, "bfloat16", 8, 1024, 256), dict(return_recv_hook=part != "whole")
-        if is_prepared:
-            step = buffer.prepare_low_latency(x, idx, weights, y=y, **hook)
-            dispatch, combine = step.dispatch, step.combine
-        else:
-
-            def dispatch() -> Any:
-                return buffer.low_latency_dispatch(x, idx, **hook)
-
-            def combine() -> Any:
-                return buffer.low_latency_combine(y, idx, weights, sent.handle, **hook)
-
-        make_call = dispatch
-        if call == "combine":
-            sent, make_call = dispatch(), combine
-            if part != "whole":
-                sent.hook()
-        if part != "receiving half":
-            return make_call
-        return make_call().hook
-
-    return prepare
-
-
-CALLS: dict[str, Prepare] = {
-    "dispatch": _dispatch(),
-    "dispatch of a fixed size": _dispatch(num_worst_tokens=20),
-    "dispatch to FP8": _dispatch(use_fp8=True),
-    "dispatch by expert": _dispatch(layout="expert"),
-    "dispatch by expert to FP8": _dispatch(layout="expert", use_fp8=True, num_worst_tokens=20),
-    "dispatch with a handle": _known_dispatch("token"),
-    "dispatch by expert with a handle": _known_dispatch("expert"),
-    "combine": _combine("token"),
-    "combine compressed": _combine("token", compress="log10"),
-    "combine by expert": _combine("expert"),
-    "combine by choice": _combine("expert", reduce="topk"),
-    "prepared dispatch": _prepared("dispatch"),
-    "prepared combine": _prepared("combine"),
-    **{
-        f"low-latency {call}, {'prepared, ' * is_prepared}{part}": _low_latency(call, is_prepared, part)
-        for call in ("dispatch", "combine")
-        for is_prepared in (False, True)
-        for part in ("whole", "sending half", "receiving half")
-    },
-}
-
-
 def prepared(name: str, fake: FakeGpu, make: Any, sizes: dict[str, Any]) -> tuple[Any, Callable[[], Any]]:
     """Make a Buffer, and what a call needs. Return the function that makes the call."""
     low_latency = dict(low_latency=True) if name.startswith("low-latency") else {}
     # On one node, a combine by choice takes two windows of tokens.
     buffer = make(**sizes, **low_latency, num_topk=8, num_max_tokens_per_rank=256)
-    fake.on_launch = routed(buffer, 20, COUNTS)
+    fake.on_launch = routed(buffer, 24, [3] * 8)
     call = CALLS[name](fake, buffer)
     fake.pop_launches()
     return buffer, call
@@ -135,6 +46,17 @@ def prepared(name: str, fake: FakeGpu, make: Any, sizes: dict[str, Any]) -> tupl
 def num_shared(launches: list[Any]) -> int:
     """Count the launches that other ranks take part in."""
     return sum(one.kernel not in {kernel.name for kernel in LOCAL_KERNELS} for one in launches)
+
+
+def gaps(name: str, sizes: dict[str, Any]) -> set[str]:
+    """Return the gaps between parts of a call that the errors of interrupted calls name."""
+    if "half" in name:
+        return {"halves"}
+    if "by choice" in name:
+        return {"choices" if sizes else "windows"}
+    if name.startswith("dispatch"):
+        return {"counts and its rows", *(["rows by token and by expert"] if "by expert" in name else [])}
+    return set()
 
 
 class Interruption:
@@ -168,7 +90,7 @@ class Interruption:
 @TOPOLOGIES
 def test_a_call_that_is_interrupted(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, sizes: Any, name: str) -> None:
     """It is interrupted before each request to the driver, and after each launch. If it has reached the others, it breaks the Buffer."""
-    num_broken = 0
+    num_broken, found = 0, set()
     for number in itertools.count():
         buffer, call = prepared(name, fake, make, sizes)
         interruption = Interruption(fake, number)
@@ -185,13 +107,15 @@ def test_a_call_that_is_interrupted(fake: FakeGpu, make: Any, monkeypatch: pytes
             num_broken += 1
             with pytest.raises((EPTimeoutError, EPInputError), match=r"interrupted|this hook .* was called already"):
                 call()
-            with pytest.raises(EPTimeoutError, match="interrupted"):
+            with pytest.raises(EPTimeoutError, match="interrupted") as caught:
                 buffer.check()
+            found |= {*re.findall("interrupted between its (.*)", str(caught.value))}
             assert fake.pop_launches() == [], "another call would meet the interrupted call of the others"
         buffer.destroy()
         if not interruption.has_come:
             break
     assert num_broken >= num_shared(launches)
+    assert found == gaps(name, sizes)
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("low-latency")])

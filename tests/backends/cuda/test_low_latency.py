@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
+from calls_on_fake_gpu import LowLatencyCalls, old_rank, quick
 from fake_gpu import CALLERS_STREAM, Array, FakeGpu, arguments, fake, like, make
 
 from deepep_rt import EPInputError, EPUnavailableError
@@ -21,7 +22,7 @@ from deepep_rt.jit import launch
 from deepep_rt.kernels.layout import Layout
 from deepep_rt.kernels.table import KERNELS
 
-__all__ = ["fake", "make"]
+__all__ = ["fake", "make", "old_rank", "quick"]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +97,10 @@ def test_large_combines_use_another_kernel(fake: FakeGpu, make: Any) -> None:
 def test_the_grid_does_not_depend_on_tokens(fake: FakeGpu, make: Any) -> None:
     """A rank with few tokens may receive many."""
     with make(low_latency=True, num_max_tokens_per_rank=512, low_latency_sms=64) as buffer:
-        y = Array(fake, "bfloat16", 8, 2048, 256)
+        calls = LowLatencyCalls(fake, buffer)
         for tokens in (0, 1, 65, 512):
-            x, idx, weights = arguments(fake, tokens)
-            sent = buffer.low_latency_dispatch(x, idx)
-            buffer.low_latency_combine(y, idx, weights, sent.handle)
+            calls.x, calls.idx, calls.weights = arguments(fake, tokens)
+            calls.combine(buffer.low_latency_dispatch(calls.x, calls.idx).handle)
             dispatch, combine = fake.pop_launches()
             assert dispatch.blocks == combine.blocks == 64
             assert not combine.has_weights
@@ -109,17 +109,14 @@ def test_the_grid_does_not_depend_on_tokens(fake: FakeGpu, make: Any) -> None:
         assert fake.pop_launches()[0].blocks == 128, "twice the tokens, and at most the number of SMs"
 
 
-def test_out_may_not_overlap_y(fake: FakeGpu, make: Any) -> None:
-    with make(low_latency=True) as buffer:
-        x, idx, weights = arguments(fake)
-        handle = buffer.low_latency_dispatch(x, idx).handle
-        y, out = Array(fake, "bfloat16", 8, 256, 256), Array(fake, "bfloat16", *x.shape)
-        for where in (y.ptr, y.ptr + 2 * 8 * 256 * 256 - 16, y.ptr - 16):
-            out.ptr = where
-            with pytest.raises(EPInputError, match="out overlaps y"):
-                buffer.low_latency_combine(y, idx, weights, handle, out=out)
-        out.ptr = y.ptr + 2 * 8 * 256 * 256
-        assert buffer.low_latency_combine(y, idx, weights, handle, out=out).x.ptr == out.ptr
+def test_out_may_not_overlap_y(fake: FakeGpu, quick: LowLatencyCalls) -> None:
+    handle, y, out = quick.dispatch().handle, quick.y(), Array(fake, "bfloat16", 10, 256)
+    for where in (y.ptr, y.ptr + 2 * 8 * 256 * 256 - 16, y.ptr - 16):
+        out.ptr = where
+        with pytest.raises(EPInputError, match="out overlaps y"):
+            quick.combine(handle, y=y, out=out)
+    out.ptr = y.ptr + 2 * 8 * 256 * 256
+    assert quick.combine(handle, y=y, out=out).x.ptr == out.ptr
 
 
 def test_kernels_are_loaded_when_a_buffer_is_made(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,16 +187,17 @@ def test_only_kernels_that_wait_for_the_previous_one_overlap_with_it(
     assert overlapping == ([name for name in attributes if KERNELS[name].overlaps] if arch == "sm_90" else [])
 
 
-def test_zero_copy(fake: FakeGpu, make: Any) -> None:
-    with make(low_latency=True) as buffer:
-        x, idx, weights = arguments(fake)
-        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights)
-        y = buffer.get_low_latency_combine_buffer(sent.handle)
-        assert like(y) == ("bfloat16", (8, 256, 256))
-        buffer.low_latency_combine(y, idx, weights, sent.handle, zero_copy=True)
-        assert fake.pop_launches()[-1].y == y.ptr
-        with pytest.raises(EPInputError, match="zero_copy=True"):
-            buffer.low_latency_combine(Array(fake, "bfloat16", 8, 256, 256), idx, weights, sent.handle, zero_copy=True)
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_zero_copy(fake: FakeGpu, quick: LowLatencyCalls, is_prepared: bool) -> None:
+    """A handle of a prepared dispatch works in an ordinary combine, too."""
+    sent = quick.prepare().dispatch() if is_prepared else quick.dispatch()
+    y = quick.buffer.get_low_latency_combine_buffer(sent.handle)
+    assert like(y) == ("bfloat16", (8, 256, 256))
+    quick.combine(sent.handle, y=y, zero_copy=True)
+    dispatch, combine = fake.pop_launches()
+    assert (combine.y, combine.handle, combine.has_weights) == (y.ptr, dispatch.handle, 1)
+    with pytest.raises(EPInputError, match="zero_copy=True"):
+        quick.combine(sent.handle, zero_copy=True)
 
 
 @pytest.mark.parametrize("caller", [0, 12])
@@ -219,42 +217,35 @@ def test_the_combine_buffer_is_for_the_callers_stream(
         assert (caller, 5) in fake.waits, "an event of the stream that used the memory before"
 
 
-def test_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda: "sm_80")
+def test_gpus_without_fp8(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture, old_rank: int) -> None:
+    """Rows travel in one format. If the GPU of one rank cannot convert to FP8, no rank converts."""
     with make(low_latency=True) as buffer:
-        x, idx, _ = arguments(fake)
-        for options in ({}, {"use_ue8m0": True}, {"use_fp8": False}):
-            sent = buffer.low_latency_dispatch(x, idx, **options)
-            assert like(sent.recv_x) == ("bfloat16", (8, 256, 256))
-            assert sent.recv_x_scales is None
+        calls = LowLatencyCalls(fake, buffer)
+        for dispatch in (calls.dispatch, lambda **options: calls.prepare(**options).dispatch()):
+            for options in ({}, {"use_ue8m0": True}, {"use_fp8": False}):
+                sent = dispatch(**options)
+                assert (like(sent.recv_x), sent.recv_x_scales) == (("bfloat16", (8, 256, 256)), None)
+                assert fake.pop_launches()[-1].use_fp8 == 0
     told = [record.getMessage() for record in caplog.records if "FP8" in record.getMessage()]
     assert len(told) == 1
-    assert "sm_80 cannot convert to FP8: rows travel and arrive as bfloat16" in told[0]
+    assert f"rank {old_rank}'s sm_80 cannot convert to FP8: rows travel and arrive as bfloat16" in told[0]
 
 
 @pytest.mark.parametrize("num_tokens", [10, 200])
-def test_compressed_rows(fake: FakeGpu, make: Any, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of their own send them, for few and for many tokens. FP8 needs GPUs that have it."""
-    for arch in ("sm_90", "sm_80"):
-        monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda arch=arch: arch)
-        with make(low_latency=True, hidden=512, num_max_tokens_per_rank=256, low_latency_sms=4) as buffer:
-            x = Array(fake, "bfloat16", num_tokens, 512)
-            idx, weights = Array(fake, "int64", num_tokens, 4), Array(fake, "float32", num_tokens, 4)
-            handle = buffer.low_latency_dispatch(x, idx, use_fp8=False).handle
-            y = Array(fake, "bfloat16", 8, 4 * 256, 512)
-            signatures = set()
-            for compress in (None, "log10", *(["fp8"] if arch == "sm_90" else [])):
-                fake.pop_launches()
-                buffer.low_latency_combine(y, idx, weights, handle, compress=compress)
-                (combine,) = fake.pop_launches()
-                plain = "ll_combine" if num_tokens == 10 else "ll_combine_large"
-                assert combine.kernel == (f"{plain}_{compress}" if compress else plain)
-                signatures.add(combine.call_signature)
-            assert len(signatures) == (3 if arch == "sm_90" else 2), "ranks that differ find out"
-            if arch == "sm_80":
-                with pytest.raises(EPUnavailableError, match=r"compress='fp8'; expected GPUs with FP8 .* rank 0 has sm_80"):
-                    buffer.low_latency_combine(y, idx, weights, handle, compress="fp8")
-                assert fake.pop_launches() == []
+def test_compressed_rows(fake: FakeGpu, make: Any, num_tokens: int) -> None:
+    """Kernels of their own send them, for few and for many tokens."""
+    with make(low_latency=True, hidden=512, num_max_tokens_per_rank=256, low_latency_sms=4) as buffer:
+        calls = LowLatencyCalls(fake, buffer)
+        calls.x, calls.idx, calls.weights = arguments(fake, num_tokens, 512)
+        handle, signatures = calls.dispatch(use_fp8=False).handle, set()
+        for compress in (None, "log10", "fp8"):
+            fake.pop_launches()
+            calls.combine(handle, compress=compress)
+            (combine,) = fake.pop_launches()
+            plain = "ll_combine" if num_tokens == 10 else "ll_combine_large"
+            assert combine.kernel == (f"{plain}_{compress}" if compress else plain)
+            signatures.add(combine.call_signature)
+        assert len(signatures) == 3, "ranks that differ find out"
 
 
 def test_memory_for_fp8_on_gpus_without_it(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

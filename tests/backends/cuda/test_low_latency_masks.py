@@ -9,77 +9,78 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import BASE, Array, FakeGpu, arguments, fake, make
+from calls_on_fake_gpu import LowLatencyCalls, quick
+from fake_gpu import BASE, FakeGpu, fake, make
 
 from deepep_rt import EPInputError
 from deepep_rt.kernels.layout import Layout
 
-__all__ = ["fake", "make"]
+__all__ = ["fake", "make", "quick"]
 
 
-def test_masking_runs_a_lost_hook(fake: FakeGpu, make: Any) -> None:
+def test_masking_runs_a_lost_hook(fake: FakeGpu, quick: LowLatencyCalls) -> None:
     """The caller cannot call it any more."""
-    with make(low_latency=True) as buffer:
-        buffer.low_latency_dispatch(*arguments(fake)[:2], return_recv_hook=True)
-        gc.collect()
-        buffer.mask_rank(2)
-        assert [call.phases for call in fake.pop_launches()] == [1, 2]
+    quick.dispatch(return_recv_hook=True)
+    gc.collect()
+    quick.buffer.mask_rank(2)
+    assert [call.phases for call in fake.pop_launches()] == [1, 2]
 
 
 def test_masks(fake: FakeGpu, make: Any) -> None:
     with make(low_latency=True, on_timeout="mask") as buffer:
-        backend = buffer._backend
-        mask = backend.runtime.state + Layout(buffer.config).local.offsets["masked"] + 4 * 2
+        calls, runtime = LowLatencyCalls(fake, buffer), buffer._backend.runtime
+        mask = runtime.state + Layout(buffer.config).local.offsets["masked"] + 4 * 2
         fake.fills.clear()
         buffer.mask_rank(2)
         assert fake.fills == [(mask, 1, 1)]
         assert buffer.query_masked_ranks() == [2]
-        x, idx, weights = arguments(fake)
-        sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, return_recv_hook=True)
+        sent = calls.dispatch(return_recv_hook=True)
         with pytest.raises(EPInputError, match="hooks of low_latency_dispatch are open"):
             buffer.unmask_rank(2)
         sent.hook()
-        y = Array(fake, "bfloat16", 8, 256, 256)
         with pytest.raises(EPInputError, match="allow_multiple_reduction=False"):
-            buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=False)
+            calls.combine(sent.handle, allow_multiple_reduction=False)
         fake.fills.clear()
         buffer.unmask_rank(2)
         (rows, unmasked) = fake.fills
         assert rows[1] == 0xFF, "half a row may have arrived, so all rows are marked as not arrived"
         assert unmasked == (mask, 0, 1)
         assert buffer.query_masked_ranks() == []
-        backend.runtime.page.masked[3] = 1  # as a kernel does it
+        runtime.page.masked[3] = 1  # as a kernel does it
         assert buffer.query_masked_ranks() == [3]
     assert BASE not in fake.freed, "rank 3 may not call destroy, so symmetric memory stays"
 
 
-def test_masks_wait_for_earlier_calls(fake: FakeGpu, make: Any) -> None:
-    with make(low_latency=True) as buffer:
-        buffer.low_latency_dispatch(*arguments(fake)[:2])
-        fake.requests.clear()
-        buffer.mask_rank(2)
-        assert "synchronize" in fake.requests[: fake.requests.index("fill")]
+def test_masks_wait_for_earlier_calls(fake: FakeGpu, quick: LowLatencyCalls) -> None:
+    quick.dispatch()
+    fake.requests.clear()
+    quick.buffer.mask_rank(2)
+    assert "synchronize" in fake.requests[: fake.requests.index("fill")]
 
 
-def test_unreduced_rows_are_refused_with_masked_ranks(fake: FakeGpu, make: Any) -> None:
-    with make(low_latency=True) as buffer:
-        x, idx, weights = arguments(fake)
-        y, sent = Array(fake, "bfloat16", 8, 256, 256), buffer.low_latency_dispatch(x, idx)
-        buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=False)
-        buffer.mask_rank(2)
-        with pytest.raises(EPInputError, match="allow_multiple_reduction=False"):
-            buffer.low_latency_combine(y, idx, weights, sent.handle, allow_multiple_reduction=False)
+def test_unreduced_rows_are_refused_with_masked_ranks(quick: LowLatencyCalls) -> None:
+    sent, step = quick.dispatch(), quick.prepare(y=quick.y(), reduce="topk")
+    step.dispatch()
+    calls = (lambda: quick.combine(sent.handle, allow_multiple_reduction=False), step.combine)
+    for call in calls:
+        call()
+    quick.buffer.mask_rank(2)
+    for call in calls:
+        with pytest.raises(EPInputError, match=r"allow_multiple_reduction=False|masked ranks"):
+            call()
 
 
-def test_kernels_masks_are_logged_once(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_kernels_masks_are_logged_once(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture, is_prepared: bool) -> None:
     """Once for each time that a kernel masks the rank. A mask of the program is not logged."""
     with make(low_latency=True, on_timeout="mask") as buffer:
-        x, idx, _ = arguments(fake)
+        calls = LowLatencyCalls(fake, buffer)
+        dispatch = calls.prepare().dispatch if is_prepared else calls.dispatch
         buffer.mask_rank(2)
         for _ in range(2):
             buffer._backend.runtime.page.masked[3] = 1  # as a kernel does it
             for _ in range(2):
-                buffer.low_latency_dispatch(x, idx)
+                dispatch()
             buffer.unmask_rank(3)
         assert caplog.messages == ["rank 0: rank 3 is masked: it was silent for 1 s"] * 2
         buffer.unmask_rank(2)

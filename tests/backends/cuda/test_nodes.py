@@ -10,45 +10,16 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import BASE, Array, FakeGpu, arguments, fake, like, make, region, routed
+from calls_on_fake_gpu import LowLatencyCalls, ThroughputCalls
+from fake_gpu import Array, FakeGpu, arguments, fake, like, make, routed
 
-from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, NetworkOptions
+from deepep_rt import EPOutOfMemoryError, EPTimeoutError, NetworkOptions
 from deepep_rt.backends.cuda import network_memory
 from deepep_rt.cuda import driver
 
 __all__ = ["fake", "make"]
 
 RELAY = dict(ranks_per_node=2, network=NetworkOptions(transport="mpi"))
-
-
-def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
-    with make(**RELAY) as buffer:
-        fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
-        x, idx, weights = arguments(fake)
-        sent = buffer.dispatch(x, idx, weights)
-        route, dispatch = fake.pop_launches()
-        assert (route.kernel, route.num_tokens, route.to_host) == ("route_nodes", 10, 1)
-        most = buffer.config.num_max_recv_tokens
-        assert (dispatch.kernel, dispatch.handle, dispatch.capacity) == ("dispatch_nodes", route.handle, most)
-        assert dispatch.refuses_more, "it runs before this rank knows how many rows arrive"
-        assert sent.num_recv_tokens_per_expert_list == [3, 4, 5, 6, 0, 0, 6, 6]
-        assert (like(sent.recv_x), like(sent.recv_src_idx)) == (("bfloat16", (30, 256)), ("int32", (30, 2)))
-        for name, array in {"x": sent.recv_x, "topk_idx": sent.recv_topk_idx, "src_idx": sent.recv_src_idx}.items():
-            assert array.ptr == BASE + getattr(dispatch, f"recv_{name}_offset"), name
-
-        back = buffer.combine(Array(fake, "bfloat16", 30, 256), sent.handle, topk_weights=Array(fake, "float32", 30, 4))
-        (combine,) = fake.pop_launches()
-        assert (combine.kernel, combine.num_tokens, combine.capacity, combine.handle) == (
-            "combine_nodes",
-            10,
-            30,
-            dispatch.handle,
-        )
-        landing, nodes = region(buffer, "landing"), buffer._backend.runtime.layout.nodes
-        assert landing.start <= combine.sum_weights < combine.sums
-        assert combine.sums + nodes.num_max_node_sums * 512 <= BASE + combine.exposed_weights_offset
-        assert BASE + combine.exposed_offset + buffer.config.num_max_recv_tokens * 512 <= landing.stop
-        assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
 
 
 def test_rows_move_before_the_host_has_counts(fake: FakeGpu, make: Any) -> None:
@@ -98,19 +69,21 @@ def test_calls_wake_the_relay(fake: FakeGpu, make: Any, monkeypatch: pytest.Monk
             woken.append("wake")
 
     monkeypatch.setattr(network_memory, "start_relay", Relay)
-    with make(**RELAY) as buffer:
-        fake.on_launch = lambda call: woken.append(call.kernel)
-        handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
-        buffer.combine(Array(fake, "bfloat16", 40, 256), handle)
-        assert woken == ["wake", "route_nodes", "wake", "dispatch_nodes", "wake", "combine_nodes"]
     with make(**RELAY, low_latency=True) as buffer:
-        woken.clear()
-        x, idx, weights = arguments(fake)
-        sent = buffer.low_latency_dispatch(x, idx, use_fp8=False)
-        assert woken == ["wake", "ll_dispatch"]
-        back = buffer.low_latency_combine(sent.recv_x, idx, weights, sent.handle, return_recv_hook=True)
-        back.hook()
-        assert woken == ["wake", "ll_dispatch", "wake", "ll_combine", "wake", "ll_combine"]
+        calls, quick = ThroughputCalls(fake, buffer), LowLatencyCalls(fake, buffer)
+        fake.on_launch = lambda call: woken.append(call.kernel)
+        for call in (
+            lambda: calls.combine(calls.route().handle),
+            lambda: quick.combine(quick.dispatch().handle, return_recv_hook=True).hook(),
+        ):
+            woken.clear()
+            call()
+            kernels = woken[1::2]
+            assert woken[::2] == ["wake"] * len(kernels)
+            assert kernels in (
+                ["route_nodes", "dispatch_nodes", "combine_nodes"],
+                ["ll_dispatch", "ll_combine", "ll_combine"],
+            )
 
 
 def test_a_relay_that_fails_ends_the_wait_for_counts(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,14 +144,6 @@ def test_an_interruption_between_counts_and_rows(fake: FakeGpu, make: Any, monke
         assert [call.kernel for call in fake.pop_launches()] == ["route_nodes"]
         with pytest.raises(EPTimeoutError, match="interrupted between its counts and its rows"):
             buffer.check()
-
-
-def test_no_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make(**RELAY) as buffer:
-        monkeypatch.setattr(driver, "capture_id", lambda stream: 7)
-        with pytest.raises(EPInputError, match="num_worst_tokens=None in a CUDA graph capture"):
-            buffer.dispatch(*arguments(fake))
-        assert fake.pop_launches() == []
 
 
 def test_describe_counts_a_relays_host_memory(fake: FakeGpu, make: Any) -> None:

@@ -122,18 +122,6 @@ def test_combines_compare_their_handles_and_kinds(fake: FakeGpu, make: Any) -> N
     assert structs.PHASES["kPhaseLlCombineRows"][0] == 12
 
 
-def test_ranks_of_different_architectures(
-    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rows travel in one format. If the GPU of one rank cannot convert to FP8, no rank converts."""
-    archs = [(1 << 50, arch, None) for arch in ("sm_90", "sm_90", "sm_80", "sm_90")]
-    monkeypatch.setattr("fake_gpu.FakeCommunicator.allgather", lambda self, value: archs if value == archs[0] else [value] * 4)
-    with make(low_latency=True) as buffer:
-        sent = buffer.low_latency_dispatch(*arguments(fake)[:2])
-        assert (sent.recv_x.dtype, sent.recv_x_scales, fake.pop_launches()[0].use_fp8) == ("bfloat16", None, 0)
-    assert any("rank 2's sm_80 cannot convert to FP8" in record.getMessage() for record in caplog.records)
-
-
 def test_kernels_of_two_buffers_do_not_overlap(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that start early hold SMs. Those of two Buffers could keep each other's kernels off the GPU."""
     launched = []

@@ -8,13 +8,26 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
-from fake_gpu import BASE, CALLERS_STREAM, OWN_STREAM, Array, FakeGpu, arguments, fake, like, make, region, routed
+from calls_on_fake_gpu import CALLS, Calls, LowLatencyCalls, each_kind, old_rank
+from fake_gpu import (
+    BASE,
+    CALLERS_STREAM,
+    OWN_STREAM,
+    Array,
+    FakeGpu,
+    arguments,
+    fake,
+    like,
+    make,
+    region,
+    routed,
+)
 
-from deepep_rt import EPConfigError, EPInputError, EPUnavailableError
+from deepep_rt import EPConfigError, EPInputError, EPUnavailableError, NetworkOptions
 from deepep_rt.cuda import driver, nvshmem
 from deepep_rt.kernels.layout import Layout
 
-__all__ = ["fake", "make"]
+__all__ = ["fake", "make", "old_rank"]
 
 
 @pytest.mark.parametrize(("compress", "row_bytes"), [("fp8", 272), ("log10", 336)])
@@ -39,41 +52,54 @@ def test_compressed_rows(fake: FakeGpu, make: Any, compress: str, row_bytes: int
         assert len(signatures) == 2, "ranks that differ find out"
 
 
-def test_compressed_rows_on_gpus_without_fp8(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepep_rt.jit.compiler.target_arch", lambda: "sm_80")
-    with make() as buffer:
-        fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
-        x, idx, _ = arguments(fake)
-        handle = buffer.dispatch(x, idx).handle
+@each_kind
+def test_compressed_rows_on_gpus_without_fp8(fake: FakeGpu, make: Any, kind: type[Calls], old_rank: int) -> None:
+    with make(**kind.sizes, hidden=512) as buffer:
+        calls = kind(fake, buffer)
+        handle = calls.dispatch().handle
         fake.pop_launches()
-        y = Array(fake, "bfloat16", 30, 256)
-        with pytest.raises(
-            EPUnavailableError, match=r"compress='fp8'; expected GPUs with FP8 on all ranks, but rank 0 has sm_80"
-        ):
-            buffer.combine(y, handle, compress="fp8")
+        for call in (lambda: calls.combine(handle, compress="fp8"), lambda: calls.prepare(compress="fp8")):
+            with pytest.raises(
+                EPUnavailableError, match=rf"compress='fp8'; expected GPUs with FP8 on all ranks, but rank {old_rank} has sm_80"
+            ):
+                call()
         assert fake.pop_launches() == []
-        buffer.combine(y, handle, compress="log10")
-        assert [launch.kernel for launch in fake.pop_launches()] == ["combine_log10"]
+        for compress in ("log10", None):
+            calls.combine(handle, compress=compress)
+        plain = "ll_combine" if kind is LowLatencyCalls else "combine"
+        log10, none = fake.pop_launches()
+        assert (log10.kernel, none.kernel) == (f"{plain}_log10", plain)
+        assert log10.call_signature != none.call_signature
 
 
-def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
-    with make() as buffer:
+ONE_NODE: dict[str, Any] = {}
+NODES: dict[str, Any] = dict(ranks_per_node=2)
+RELAY = dict(ranks_per_node=2, network=NetworkOptions(transport="mpi"))
+TOPOLOGIES = pytest.mark.parametrize("sizes", [ONE_NODE, NODES, RELAY], ids=["one node", "nodes", "relay"])
+
+
+@TOPOLOGIES
+def test_dispatch_and_combine(fake: FakeGpu, make: Any, sizes: dict[str, Any]) -> None:
+    suffix = "_nodes" if sizes else ""
+    with make(**sizes) as buffer:
         fake.on_launch = routed(buffer, 30, [3, 4, 5, 6, 0, 0, 6, 6])
         x, idx, weights = arguments(fake)
         sent = buffer.dispatch(x, idx, weights)
         route, dispatch = fake.pop_launches()
-        assert (route.kernel, route.num_tokens, route.topk_idx, route.idx_bytes, route.to_host) == ("route", 10, idx.ptr, 8, 1)
+        assert (route.kernel, route.num_tokens, route.topk_idx, route.idx_bytes, route.to_host) == (
+            *(f"route{suffix}", 10, idx.ptr),
+            *(8, 1),
+        )
         assert (dispatch.kernel, dispatch.x, dispatch.topk_idx, dispatch.topk_weights) == (
-            "dispatch",
-            x.ptr,
-            idx.ptr,
-            weights.ptr,
+            *(f"dispatch{suffix}", x.ptr),
+            *(idx.ptr, weights.ptr),
         )
         assert (dispatch.row_bytes, dispatch.scales, dispatch.scale_bytes, dispatch.blocks) == (512, 0, 0, 24)
         assert dispatch.peers[0] == BASE
         assert dispatch.handle == route.handle
         assert route.stream == dispatch.stream == CALLERS_STREAM
-        assert dispatch.capacity == 4 * 64, "the host does not know the counts yet"
+        assert dispatch.capacity == buffer.config.num_max_recv_tokens == 4 * 64, "the host does not know the counts yet"
+        assert not sizes or dispatch.refuses_more, "it runs before this rank knows how many rows arrive"
         assert sent.num_recv_tokens_per_expert_list == [3, 4, 5, 6, 0, 0, 6, 6]
         assert like(sent.recv_x) == ("bfloat16", (30, 256))
         assert like(sent.recv_topk_idx) == ("int64", (30, 4))
@@ -89,12 +115,21 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any) -> None:
         y = Array(fake, "bfloat16", 30, 256)
         back = buffer.combine(y, sent.handle, topk_weights=Array(fake, "float32", 30, 4), bias=Array(fake, "bfloat16", 10, 256))
         (combine,) = fake.pop_launches()
-        assert (combine.y, combine.num_tokens, combine.capacity, combine.handle) == (y.ptr, 10, 30, dispatch.handle)
+        assert (combine.kernel, combine.y, combine.num_tokens, combine.capacity, combine.handle) == (
+            *(f"combine{suffix}", y.ptr),
+            *(10, 30, dispatch.handle),
+        )
         assert combine.bias_0
         assert not combine.bias_1
         rows, landing = buffer.config.num_max_sent_rows, region(buffer, "landing")
-        assert landing.start <= BASE + combine.recv_topk_weights_offset <= BASE + combine.recv_x_offset - rows * 4 * 4
-        assert BASE + combine.recv_x_offset + rows * 512 <= landing.stop
+        if not sizes:
+            assert landing.start <= BASE + combine.recv_topk_weights_offset <= BASE + combine.recv_x_offset - rows * 4 * 4
+            assert BASE + combine.recv_x_offset + rows * 512 <= landing.stop
+        else:
+            num_sums = buffer._backend.runtime.layout.nodes.num_max_node_sums
+            assert landing.start <= combine.sum_weights < combine.sums
+            assert combine.sums + num_sums * 512 <= BASE + combine.exposed_weights_offset
+            assert BASE + combine.exposed_offset + buffer.config.num_max_recv_tokens * 512 <= landing.stop
         assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
         assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
 
@@ -293,30 +328,27 @@ def test_results_on_other_streams(fake: FakeGpu, make: Any) -> None:
         assert fake.waits == [(21, ("all of", 7)), (22, ("all of", 7))]
 
 
-def test_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with make() as buffer:
-        monkeypatch.setattr("deepep_rt.cuda.driver.capture_id", lambda stream: 1)
-        with pytest.raises(EPInputError, match="num_worst_tokens"):
+@TOPOLOGIES
+def test_counts_in_a_capture(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any]) -> None:
+    with make(**sizes) as buffer:
+        monkeypatch.setattr(driver, "capture_id", lambda stream: 7)
+        with pytest.raises(EPInputError, match="num_worst_tokens=None in a CUDA graph capture"):
             buffer.dispatch(*arguments(fake))
         assert fake.pop_launches() == []
 
 
-def test_driver_requests_of_a_call(fake: FakeGpu, make: Any) -> None:
+ONE_LAUNCH = [kind for kind in CALLS if kind in ("combine", "dispatch with a handle") or kind.endswith("whole")]
+
+
+@pytest.mark.parametrize(
+    "kind", ["dispatch of a fixed size", "combine compressed", "prepared dispatch", "prepared combine", *ONE_LAUNCH]
+)
+def test_driver_requests_of_a_call(fake: FakeGpu, make: Any, kind: str) -> None:
     """Each request costs the host a microsecond or more. A call allocates nothing, and queues no wait."""
     with make(low_latency=True) as buffer:
-        x, idx, weights = arguments(fake)
-        y, z = Array(fake, "bfloat16", 100, 256), Array(fake, "bfloat16", 8, 256, 256)
-        known, quick = buffer.dispatch(x, idx, weights, num_worst_tokens=100).handle, buffer.low_latency_dispatch(x, idx).handle
-        calls = {
-            "dispatch, fixed": lambda: buffer.dispatch(x, idx, weights, num_worst_tokens=100),
-            "dispatch, known": lambda: buffer.dispatch(x, handle=known),
-            "combine": lambda: buffer.combine(y, known),
-            "low_latency_dispatch": lambda: buffer.low_latency_dispatch(x, idx, topk_weights=weights),
-            "low_latency_combine": lambda: buffer.low_latency_combine(z, idx, weights, quick),
-        }
-        for name, call in calls.items():
-            call()  # the first call may allocate
-            fake.requests.clear()
-            call()
-            num_launches = 2 if name == "dispatch, fixed" else 1
-            assert fake.requests == ["context", "capture_id", *["launch"] * num_launches], name
+        call = CALLS[kind](fake, buffer)
+        call()  # the first call may allocate
+        fake.requests.clear()
+        call()
+        num_launches = 2 if kind == "dispatch of a fixed size" else 1
+        assert fake.requests == ["context", "capture_id", *["launch"] * num_launches]
