@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _env, _statistics_files
-from ._checks import argument_error, choice, flag, seconds, whole_number
+from ._checks import argument_error, choice, flag, instance, seconds, whole_number
 from .arrays.dtypes import DTYPES
 from .arrays.frameworks import framework_of, of_event, of_stream
 from .arrays.view import Framework, View
@@ -1126,6 +1126,11 @@ def _check_zero_copy(backend: Backend, rows: View, framework: Framework) -> None
         raise EPInputError(
             "zero_copy=True; expected y=get_low_latency_combine_buffer(handle). Pass that array, or leave out zero_copy"
         )
+
+
+def check_buffer(buffer: Any) -> None:
+    """Raise EPInputError unless `buffer` is a Buffer, for the wrappers of frameworks."""
+    instance(buffer, "buffer", Buffer, "Pass the Buffer that dispatches.")
 
 
 def info_of(buffer: Buffer) -> BufferInfo:

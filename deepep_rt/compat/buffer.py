@@ -178,15 +178,11 @@ class Buffer(NormalCalls, LowLatencyCalls):
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Return the configuration of a `dispatch` without `config`. It does not depend on the number of ranks."""
+        """Return the configuration of a call without `config`. It does not depend on the number of ranks."""
         whole_number(num_ranks, "num_ranks", 1, MOST_BYTES)
         return Config(Buffer.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """Return the configuration of a `combine` without `config`. It does not depend on the number of ranks."""
-        whole_number(num_ranks, "num_ranks", 1, MOST_BYTES)
-        return Config(Buffer.num_sms)
+    get_combine_config = get_dispatch_config
 
     @staticmethod
     def get_low_latency_rdma_size_hint(

@@ -57,8 +57,7 @@ class SharedCounts:
     A word holds a number and the number of its call, so a reader sees whether the word belongs to the current call. Even and odd calls use
     separate words. A rank that writes for call n + 2 has seen that all ranks started call n + 1, so they have read the words of call n.
 
-    Raises:
-        EPUnavailableError: On every rank, if they cannot map the same memory.
+    Raise EPUnavailableError on every rank, if they cannot map the same memory.
     """
 
     def __init__(self, comm: Communicator, timeout_s: float) -> None:
@@ -97,8 +96,7 @@ class SharedCounts:
     def read(self, count: int) -> np.ndarray:
         """Return the first `count` numbers of all ranks, `[num_ranks, count]` int64, and end the current call.
 
-        Raises:
-            EPTimeoutError: If a rank did not write its numbers.
+        Raise EPTimeoutError if a rank did not write its numbers.
         """
         words = self._words[self._call % 2, :, :count]
         deadline = time.monotonic() + self._timeout_s
@@ -142,9 +140,7 @@ class MessageCounts:
     The ranks read after the call. A rank whose arguments were wrong has then made no call and sends no message, so its next call meets the
     same call of the other ranks.
 
-    Args:
-        comm: No other messages may use it, and `close` frees it.
-        timeout_s: How long `read` waits for a rank.
+    No other messages may use `comm`, and `close` frees it.
     """
 
     def __init__(self, comm: Communicator, timeout_s: float) -> None:
@@ -157,10 +153,9 @@ class MessageCounts:
         self._numbers = numbers
 
     def read(self, count: int) -> np.ndarray:
-        """Return the first `count` numbers of all ranks, `[num_ranks, count]` int64, and end the current call.
+        """Return the first `count` numbers of all ranks, as `SharedCounts.read` does, and end the current call.
 
-        Raises:
-            EPTimeoutError: If a rank did not come. Every later call raises it too, because a late rank would meet the wrong messages.
+        Raise EPTimeoutError if a rank did not come. Every later call raises it too, because a late rank would meet the wrong messages.
         """
         if self._error is not None:
             raise self._error
@@ -213,11 +208,8 @@ class NormalBuffers:
     ) -> tuple[Buffer, DispatchResult, np.ndarray]:
         """Make a call whose counts the host waits for, in a Buffer that takes the tokens of all ranks.
 
-        Args:
-            shape: The shape of the call.
-            num_tokens: Tokens of this rank.
-            counts: More numbers for the other ranks, which the call returns of all ranks.
-            send: Makes the call, with this rank's tokens (True) or without them (False).
+        `counts` are more numbers for the other ranks, which the call returns of all ranks. `send` makes the call, with this rank's tokens
+        (True) or without them (False).
         """
         buffer = self.buffer_for(shape, num_tokens, 0)
         while True:
@@ -407,11 +399,9 @@ def making_instead(comm: Communicator, notes: Iterable[tuple[Buffer, str]]) -> I
     """Make a Buffer in the block, where all ranks have to make it.
 
     A peer that makes a call of an existing Buffer instead would wait for this rank, and this rank for that peer. So it reads a note and
-    raises. This rank then raises too, because that peer leaves.
+    raises. This rank then raises too, because that peer leaves. `notes` are the existing Buffers, each with what such a peer reads.
 
-    Args:
-        comm: The ranks. Waits on it and on what is made of it hear of peers that leave.
-        notes: The existing Buffers, and what peers read that make a call of each.
+    Waits on `comm` and on what is made of it hear of peers that leave.
     """
     notices, outer = [], comm.heard
     for buffer, text in notes:

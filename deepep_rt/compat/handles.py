@@ -155,11 +155,7 @@ def handle_of(handle: Any) -> Any:
 
 
 class DispatchedHandle(_Fields):
-    """What the handles of `Buffer.dispatch` on one node and on several nodes share.
-
-    Attributes:
-        is_token_in_rank: The argument of dispatch.
-    """
+    """What the handles of `Buffer.dispatch` on one node and on several nodes share."""
 
     readable: ClassVar[str]
     """The entries that a program may read, for messages."""
@@ -264,13 +260,7 @@ class InternodeHandle(DispatchedHandle):
 
 
 class ExpertHandle(_Fields):
-    """The handle of `Buffer.low_latency_dispatch`: the five entries of DeepEP's.
-
-    Attributes:
-        num_max_dispatch_tokens_per_rank: The argument of the dispatch.
-        hidden: Elements of a row.
-        num_experts: Experts over all ranks.
-    """
+    """The handle of `Buffer.low_latency_dispatch`: the five entries of DeepEP's."""
 
     _fields = ("src_info", "layout_range", "num_max_dispatch_tokens_per_rank", "hidden", "num_experts")
 

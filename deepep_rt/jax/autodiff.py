@@ -12,14 +12,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._checks import argument_error, choice, whole_number
 from ..backends.inputs import combine_inputs, dispatch_inputs, most_recv_rows
-from ..buffer import Buffer, backend_of, info_of
+from ..buffer import Buffer, backend_of, check_buffer, info_of
 from ..config import COMBINE_DTYPES, MAX_ALIGNMENT
 from ..errors import EPInputError
 from ..results import DispatchHandle
 from .arguments import as_array, token_of, tokens_and_indices, traced_view
 from .buffer_calls import run_combine, run_dispatch, run_known_dispatch
 from .callbacks import Combined, call
-from .device import check_buffer, check_threads
+from .device import check_threads
 
 
 @partial(

@@ -64,21 +64,15 @@ def call(
     may_be_captured: bool = False,
     gradient_of: str = "",
 ) -> list[jax.Array]:
-    """Add a call to the program: `run(buffer, stream, arguments, results, *sizes)`.
+    """Add a call to the program: `run(buffer, stream, arguments, results, *sizes)`. The call waits for the arrays `after`; the first one is
+    a token. `shapes` are the shape and dtype of each result.
 
-    Args:
-        buffer: The Buffer.
-        run: Makes the call.
-        sizes: More arguments of `run`.
-        after: The call waits for these arrays. The first one is a token.
-        arguments: The arrays that `run` reads.
-        shapes: Shape and dtype of each result.
-        may_be_captured: Whether XLA may capture the call in a CUDA graph, which it replays without calling back.
-        gradient_of: The call whose gradient this is, for errors. On the host backend, compiled programs keep such a call, even if
-            nothing reads its results, because other ranks may read theirs.
+    If `may_be_captured`, XLA may capture the call in a CUDA graph, which it replays without calling back.
 
-    Returns:
-        The token, then the results. The token is that of `after`: nothing reads it, but XLA sees that it comes out of the call.
+    Errors name the call with `gradient_of`, if this is its gradient. On the host backend, compiled programs keep such a call, even if
+    nothing reads its results, because other ranks may read theirs.
+
+    Return the token, then the results. The token is that of `after`: nothing reads it, but XLA sees that it comes out of the call.
     """
     token, *results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in [((1,), jnp.float32), *shapes]]
     made = callbacks_of(buffer)

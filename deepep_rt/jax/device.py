@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from .. import _env
-from .._checks import instance
 from ..arrays import dlpack
-from ..buffer import Buffer, info_of
+from ..buffer import Buffer, check_buffer, info_of
 from ..comm.convert import communicator_of
 from ..errors import EPInputError, EPUnavailableError
 
@@ -88,11 +87,6 @@ def check_device(buffer: Buffer, array: Any) -> None:
                 f"JAX computes on GPU {device}; expected GPU {info_of(buffer).device}, which has the Buffer. "
                 f"Call use_gpu_of_rank before the first use of JAX."
             )
-
-
-def check_buffer(buffer: Any) -> None:
-    """Raise EPInputError unless `buffer` is a Buffer."""
-    instance(buffer, "buffer", Buffer, "Pass the Buffer that dispatches.")
 
 
 def check_threads(buffer: Buffer) -> None:

@@ -18,12 +18,12 @@ from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import View
 from ..backends.base import LowLatencyMemory
 from ..backends.inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
-from ..buffer import Buffer, backend_of, info_of, low_latency_dispatch_into
+from ..buffer import Buffer, backend_of, check_buffer, info_of, low_latency_dispatch_into
 from ..errors import EPInputError
 from ..results import LowLatencyHandle as _Handle
 from .arguments import NO_FRAMEWORK, as_array, as_int32, token_of, tokens_and_indices, traced_view
 from .callbacks import Combined, call
-from .device import check_buffer, check_threads
+from .device import check_threads
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["tables", "token"], meta_fields=["num_tokens", "has_weights", "buffer"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._checks import argument_error, flag, instance
+from .._checks import argument_error, flag
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.frameworks import check_dense
 from ..buffer import Buffer
@@ -25,10 +25,6 @@ def check_tensor(value: Any, name: str, required: bool) -> None:
 def check_dims(tensor: torch.Tensor, name: str, dims: tuple[str, ...]) -> None:
     if tensor.dim() != len(dims):
         raise EPInputError(f"{name}.shape={list(tensor.shape)}; expected [{', '.join(dims)}]. Pass a tensor of that shape.")
-
-
-def check_buffer(buffer: Any) -> None:
-    instance(buffer, "buffer", Buffer, "Pass the Buffer that dispatches.")
 
 
 def check_fp8(buffer: Buffer, fp8: bool, name: str) -> bool:

@@ -9,10 +9,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .._checks import choice
-from ..buffer import Buffer
+from ..buffer import Buffer, check_buffer
 from ..errors import EPInputError
 from ..results import DispatchHandle
-from .arguments import check_buffer, check_differentiable, check_fp8, check_tensor
+from .arguments import check_differentiable, check_fp8, check_tensor
 from .calls import backward_of, backward_of_combine, backward_of_dispatch, numbered, send, send_again, send_back
 from .handles import TIE, Handle, Link, TracedHandle, unlinked
 from .operators import traced_combine, traced_dispatch

@@ -14,9 +14,9 @@ from torch import Tensor
 from ..arrays.dtypes import FP8_GROUP
 from ..backends.base import LowLatencyMemory
 from ..backends.inputs import as_view, form_of_combine, form_of_dispatch, low_latency_dispatch_inputs
-from ..buffer import Buffer, backend_of, buffer_of, info_of, low_latency_dispatch_into
+from ..buffer import Buffer, backend_of, buffer_of, check_buffer, info_of, low_latency_dispatch_into
 from ..errors import EPInputError
-from .arguments import check_buffer, check_dims, check_tensor
+from .arguments import check_dims, check_tensor
 from .operators import operator
 
 

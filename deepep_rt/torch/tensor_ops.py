@@ -46,11 +46,10 @@ def aligned(rows: Any) -> Any:
 def to_fp8(rows: Any) -> tuple[Any, Any]:
     """Convert rows `[n, hidden]` (bfloat16, float16 or float32) to float8_e4m3fn, and return scales `[n, hidden // 128]` float32.
 
-    Kernels convert as `arrays.dtypes.to_fp8` does. PyTorch's operators divide, which may round differently. With them, a NaN
-    spreads over its 128 channels.
+    Kernels convert as `arrays.dtypes.to_fp8` does. PyTorch's operators divide, which may round differently. With them, a NaN spreads over
+    its 128 channels.
 
-    Raises:
-        EPInputError: if the rows have no whole groups of channels. The Buffer checks the rest.
+    Raise EPInputError if the rows have no whole groups of channels. The Buffer checks the rest.
     """
     if rows.dim() != 2 or rows.shape[1] % FP8_GROUP:
         raise EPInputError(

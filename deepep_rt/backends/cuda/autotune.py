@@ -51,15 +51,8 @@ _RANDOM_BYTES = 1 << 20
 class TuningInputs:
     """Arrays of one rank, and launches of its kernels. Rows arrive in the region `landing`, so results of the program stay as they are.
 
-    Args:
-        runtime: The Buffer's memory and kernels.
-        mover: Moves rows by token.
-        num_tokens: Tokens of this rank.
-        dtype: Element type of the dispatched rows.
-        resources: Frees the arrays.
-
-    Raises:
-        EPOutOfMemoryError: if the GPU has no memory for the arrays, or if the program holds so many results that the pool has no room.
+    `resources` frees the arrays. Raise EPOutOfMemoryError if the GPU has no memory for them, or if the program holds so many results that
+    the pool has no room.
     """
 
     def __init__(self, runtime: CudaRuntime, mover: RowMover, num_tokens: int, dtype: str, resources: ExitStack) -> None:
@@ -84,11 +77,7 @@ class TuningInputs:
         self._runtime.synchronize()
 
     def make_rows(self) -> None:
-        """Make the rows of the combine, and the memory of all results.
-
-        Raises:
-            EPOutOfMemoryError: if the GPU has no memory for them.
-        """
+        """Make the rows of the combine, and the memory of all results. Raise EPOutOfMemoryError if the GPU has no memory for them."""
         config, layout, handle = self._runtime.config, self._runtime.layout, self._handle
         scale_bytes = self._scales.row_bytes if self._scales else 0
         self._parts = layout.result(handle.num_recv_rows, self._x.row_bytes, scale_bytes, 0, False)
@@ -189,15 +178,7 @@ def autotune(
 ) -> TuningResult:
     """Measure, choose, and save the choice; see `Buffer.autotune`. The runtime keeps the shapes that it had.
 
-    Args:
-        runtime: The Buffer's memory and kernels.
-        mover: Moves rows by token.
-        archs: The target of each rank's GPU.
-        key: Everything that the choice depends on.
-        num_tokens: Tokens of each rank.
-        dtype: Element type of the dispatched rows.
-        limit_s: The time after which no more candidates are measured.
-        saves: Whether to save the choice.
+    `key` is everything that the choice depends on. After `limit_s`, no more candidates are measured.
     """
     mover.check_support()
     start, config = time.monotonic(), runtime.config

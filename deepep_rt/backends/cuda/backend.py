@@ -55,16 +55,10 @@ _MIN_DESTROY_TIMEOUT_S = 30.0  # ranks may end their work at different times
 
 
 class CudaBackend:
-    """A Buffer's GPU side; see `base.Backend`.
+    """A Buffer's GPU side; see `base.Backend`. All ranks have agreed on `config`.
 
-    Args:
-        communicator: The ranks.
-        config: The sizes that they agreed on.
-        serial: The Buffer's number in this process, by which it knows its handles.
-        copy_when_full: Copy results out of symmetric memory when the pool is full, instead of raising.
-        network: Options for the start of NVSHMEM, if this Buffer starts it.
-        hosts: Name of each rank's host.
-        transport: The transport to other nodes, with the reason.
+    Handles know their Buffer by `serial`, its number in this process. If the pool is full, `copy_when_full` lets results be copied out of
+    symmetric memory, instead of an error. `network` has options for the start of NVSHMEM, if this Buffer starts it.
     """
 
     name, shared_name = "cuda", ""
@@ -263,14 +257,9 @@ class CudaBackend:
         driver.copy_async(out.ptr, source, out.nbytes, stream)
 
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
-        """Release everything, if all ranks can.
+        """Release everything, if all ranks can. `error` is the exception that ends the Buffer; the other ranks hear of it.
 
-        Args:
-            in_touch: Whether the other ranks call this too.
-            error: The exception that ends the Buffer; the other ranks hear of it.
-
-        Raises:
-            EPTimeoutError: if a rank is silent, unless time-outs mask ranks.
+        `in_touch` says whether the other ranks call this too. Raise EPTimeoutError if a rank is silent, unless time-outs mask ranks.
         """
         runtime = self.runtime
         runtime.is_destroyed = True
@@ -323,12 +312,7 @@ def _memory_of(layout: Layout) -> dict[str, int]:
 
 
 def _check_free_memory(layout: Layout, free_bytes: Sequence[int]) -> None:
-    """Raise on all ranks if one has too little memory.
-
-    Args:
-        layout: Of the Buffer.
-        free_bytes: Of each rank's GPU.
-    """
+    """Raise on all ranks if one has too little memory. `free_bytes` are those of each rank's GPU."""
     hint = layout.size_hint
     for rank, free in enumerate(free_bytes):
         if free < hint["total"]:

@@ -34,13 +34,7 @@ class RowsByExpert:
 
 
 class ExpertRows:
-    """Dispatch and combine of rows by expert, by means of rows by token.
-
-    Args:
-        runtime: The Buffer's memory and kernels.
-        by_token: Moves rows by token.
-        memory: For results and rows on their way.
-    """
+    """Dispatch and combine of rows by expert, by means of rows by token."""
 
     def __init__(self, runtime: CudaRuntime, by_token: RowMover, memory: CallMemory) -> None:
         self._runtime, self._config, self._by_token = runtime, runtime.config, by_token
@@ -252,10 +246,6 @@ class ChoiceSums:
     """Combine with `reduce="topk"` on one node: the rank of a token gets a row for each choice, and adds them up in their order.
 
     The bits do not depend on where experts live.
-
-    Args:
-        runtime: The Buffer's memory and kernels.
-        by_token: Moves rows by token.
     """
 
     def __init__(self, runtime: CudaRuntime, by_token: RowMover) -> None:
@@ -270,14 +260,7 @@ class ChoiceSums:
         }
 
     def add_up(self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call) -> Callable[[], Views]:
-        """Launch a kernel for each window of tokens. Return the function that makes the results.
-
-        Args:
-            inputs: Of the combine.
-            by_token: The handle of the rows by token.
-            tables: Addresses of the tables of the kernel expert_positions.
-            call: How the call runs.
-        """
+        """Launch a kernel for each window of tokens. Return the function that makes the results. `tables`: see `RowsByExpert`."""
         self._by_token.check_support()
         runtime, stream, num_tokens = self._runtime, call.stream, by_token.num_tokens
         runtime.order.enqueue_waits(call)
@@ -318,25 +301,13 @@ class NodeChoiceSums:
 
     For each choice, `y` by token has the row of this choice, or zeros. One rank has the row of a (token, choice), so the combine of these
     rows adds zeros to it and rounds nothing. Over the links go `num_topk` times the bytes of a combine with `reduce="rank"`.
-
-    Args:
-        runtime: The Buffer's memory and kernels.
-        by_token: Moves rows by token.
-        memory: For rows on their way.
     """
 
     def __init__(self, runtime: CudaRuntime, by_token: NodesThroughput, memory: CallMemory) -> None:
         self._runtime, self._by_token, self._memory = runtime, by_token, memory
 
     def add_up(self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call) -> Callable[[], Views]:
-        """Launch three kernels for each choice. Return the function that makes the results.
-
-        Args:
-            inputs: Of the combine.
-            by_token: The handle of the rows by token.
-            tables: Addresses of the tables of the kernel expert_positions.
-            call: How the call runs.
-        """
+        """Launch three kernels for each choice. Return the function that makes the results. `tables`: see `RowsByExpert`."""
         self._by_token.check_support()
         runtime, stream, config = self._runtime, call.stream, self._runtime.config
         runtime.order.enqueue_waits(call)

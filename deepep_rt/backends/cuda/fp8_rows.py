@@ -19,24 +19,14 @@ _THREADS, _THREADS_PER_GROUP = 256, 8  # of fp8_encode
 
 
 class Fp8Rows:
-    """Converts rows to FP8.
-
-    Args:
-        runtime: The Buffer's memory and kernels.
-        memory: For the converted rows.
-        archs: The target of each rank's GPU.
-    """
+    """Converts rows to FP8."""
 
     def __init__(self, runtime: CudaRuntime, memory: CallMemory, archs: Sequence[str]) -> None:
         self._runtime, self._memory = runtime, memory
         self._without_fp8 = next(((rank, arch) for rank, arch in enumerate(archs) if not has_fp8(arch)), None)
 
     def check_support(self, argument: str) -> None:
-        """Check that all GPUs can convert to FP8, which `argument` of a call needs.
-
-        Raises:
-            EPUnavailableError: on all ranks, if the GPU of a rank cannot convert.
-        """
+        """Raise EPUnavailableError, on all ranks, if the GPU of a rank cannot convert to FP8, which `argument` of a call needs."""
         if self._without_fp8 is not None:
             rank, arch = self._without_fp8
             raise EPUnavailableError(
@@ -44,11 +34,7 @@ class Fp8Rows:
             )
 
     def converted(self, inputs: DispatchInputs, call: Call) -> DispatchInputs:
-        """Queue the conversion. Return the arguments with the converted rows, whose owner holds their memory.
-
-        Raises:
-            EPUnavailableError: as `check_support`.
-        """
+        """Queue the conversion. Return the arguments with the converted rows, whose owner holds their memory. Raise as `check_support`."""
         self.check_support("use_fp8=True")
         order, stream = self._runtime.order, call.stream
         order.enqueue_waits(call)

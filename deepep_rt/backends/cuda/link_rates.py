@@ -43,18 +43,8 @@ def measure_links(
 ) -> LinkRates:
     """Measure the links while all ranks send at the same time; see `path_choice.Measure`.
 
-    The ranks make memory and a relay for the measurement alone, because the form of a Buffer depends on its result.
-
-    Args:
-        comm: The ranks.
-        config: The sizes that they agreed on.
-        device: The GPU of this rank.
-        arch: Its target.
-        context: Its context.
-        allocate: Allocates symmetric memory of a size on all ranks, or on none.
-
-    Raises:
-        EPTimeoutError: if a rank is silent.
+    The ranks make memory and a relay for the measurement alone, because the form of a Buffer depends on its result. `allocate` returns
+    symmetric memory of a size on all ranks, or on none. Raise EPTimeoutError if a rank is silent.
     """
     config = config_of_measurement(config)
     layout, consensus = Layout(config), Consensus(comm)
@@ -159,12 +149,7 @@ _NUM_MEASUREMENTS = 3
 def copy_ceilings(runtime: CudaRuntime, num_sms: int, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
     """Return the bytes a second that each rank sends while all ranks send to all others, by method; see `Buffer.copy_ceilings`.
 
-    Args:
-        runtime: The Buffer's memory and kernels.
-        num_sms: SMs of the first method.
-        row_bytes: Bytes of a row.
-        num_rows: Rows for each peer, if the memory has room for them.
-        iterations: Pushes in one timing.
+    The first method uses `num_sms`. Each peer gets `num_rows` rows, if the memory has room for them. One timing has `iterations` pushes.
     """
     timeout_s, num_ranks = runtime.config.timeout_s, runtime.config.num_ranks
     met = agree_on_measurement(runtime.comm, timeout_s, row_bytes=row_bytes, num_rows=num_rows, iterations=iterations)

@@ -51,12 +51,7 @@ class RowFormat:
 
 
 class LowLatencyKernels:
-    """Parameters and memory of the low-latency kernels of a Buffer.
-
-    Args:
-        runtime: The Buffer's memory and kernels.
-        archs: The target of each rank's GPU.
-    """
+    """Parameters and memory of the low-latency kernels of a Buffer."""
 
     def __init__(self, runtime: CudaRuntime, archs: Sequence[str]) -> None:
         self._runtime, self._config = runtime, runtime.config
@@ -81,8 +76,7 @@ class LowLatencyKernels:
     def check_fp8(self, inputs: LowLatencyDispatchInputs) -> None:
         """If a GPU cannot convert to FP8, change an FP8 dispatch to a bfloat16 dispatch, and warn once.
 
-        Raises:
-            EPUnavailableError: if the caller has already allocated memory for FP8 results.
+        Raise EPUnavailableError if the caller has already allocated memory for FP8 results.
         """
         if not (inputs.use_fp8 and self.archs_without_fp8):
             return
@@ -132,15 +126,10 @@ class LowLatencyKernels:
         results: tuple[int, int],
         with_hook: bool,
     ) -> dict[str, Any]:
-        """Return the members of a dispatch's Params.
+        """Return the members of a dispatch's Params, from x, topk_idx and topk_weights on the GPU.
 
-        Args:
-            inputs: The arguments of the call.
-            arrays: Its x, topk_idx and topk_weights on the GPU.
-            format_: The format of rows.
-            tables: Address of the handle's tables.
-            results: Addresses of the rows and of their scales.
-            with_hook: Whether the launch only sends.
+        `tables` is the address of the handle's tables, and `results` are those of the rows and of their scales. With a hook, the launch
+        only sends.
         """
         x, idx, weights = arrays
         return {
@@ -189,17 +178,10 @@ class LowLatencyKernels:
         has_weights: bool,
         with_hook: bool,
     ) -> dict[str, Any]:
-        """Return the members of a combine's Params.
+        """Return the members of a combine's Params, from the address of `y`, and topk_idx and topk_weights on the GPU.
 
-        Args:
-            signature: What all ranks must agree on.
-            num_tokens: Tokens of this rank.
-            arrays: The address of `y`, and topk_idx and topk_weights on the GPU.
-            tables: Address of the handle's tables.
-            out: Address of the sums.
-            reduce_early: Whether ranks add up the rows of their experts.
-            has_weights: Whether the dispatch sent the weights.
-            with_hook: Whether the launch only sends.
+        `tables` and `out` are the addresses of the handle's tables and of the sums. `has_weights` says whether the dispatch sent the
+        weights. With a hook, the launch only sends.
         """
         y, idx, weights = arrays
         return {
@@ -235,12 +217,7 @@ def _update_overlap() -> None:
 
 
 class LowLatency:
-    """Both low-latency calls, and the masks of ranks.
-
-    Args:
-        runtime: The Buffer's memory and kernels.
-        archs: The target of each rank's GPU.
-    """
+    """Both low-latency calls, and the masks of ranks."""
 
     def __init__(self, runtime: CudaRuntime, archs: Sequence[str]) -> None:
         config = runtime.config
@@ -387,20 +364,12 @@ class LowLatency:
         is_host_caller: bool,
         given: View | None = None,
     ) -> tuple[Event, Callable[[], Views], Hook | None]:
-        """Launch a call, or only its sending half if it has a hook.
+        """Launch a call, or only its sending half if it has a hook, and so a `queue`. Return its end, a function that returns the results,
+        and the hook.
 
-        Args:
-            kernel: Its name.
-            values: Members of its Params.
-            call: The call.
-            end: The arguments of `CallOrder.record_end`, with the call's arguments and memory. They live until the last launch.
-            queue: The queue of the hook, or None.
-            make_views: Makes the results.
-            is_host_caller: Whether the caller's arrays lie in host memory. Results are then copied there, now or by the hook.
-            given: An array of the caller that is a result; it is not copied.
-
-        Returns:
-            The end of the call, a function that returns the results, and the hook.
+        `end` are the arguments of `CallOrder.record_end`, with the call's arguments and memory. They live until the last launch. If the
+        caller's arrays lie in host memory, results are copied there, now or by the hook. `given`, an array of the caller that is a result,
+        is not copied.
         """
         if self._config.on_timeout == "mask":
             self.warn_of_masked_ranks()
@@ -459,13 +428,7 @@ def launch_halves(
 ) -> tuple[_Sent, Hook]:
     """Launch the sending half of a call, and make the hook that launches the receiving half on the same stream.
 
-    Args:
-        runtime: Of the Buffer.
-        call: The call.
-        queue: The queue of the hook.
-        send: Launches the sending half, and notes its end.
-        receive: Launches the receiving half, and notes its end.
-        copy: Copies the results to host memory, if the caller's arrays lie there.
+    `send` and `receive` launch a half, and note its end. `copy` copies the results to host memory, if the caller's arrays lie there.
     """
     monitor, stream = runtime.monitor, call.stream
 
@@ -483,19 +446,7 @@ def launch_halves(
 
 
 class PreparedLowLatency:
-    """See `base.PreparedCalls`. All calls write to the same memory.
-
-    Args:
-        runtime: The Buffer's memory and kernels.
-        kernels: Parameters and memory of its low-latency kernels.
-        hooks: The open hooks of the Buffer.
-        preparation: The arguments of the calls.
-        warn_of_masked_ranks: Warns of ranks that kernels have masked.
-
-    Raises:
-        EPInputError: If the library of `x` has no current stream, and the program has chosen none.
-        EPUnavailableError: If a rank's GPU cannot convert to FP8, which the combines need.
-    """
+    """See `base.PreparedCalls`. All calls write to the same memory."""
 
     def __init__(
         self,
@@ -603,18 +554,7 @@ def _new_handle(serial: int, x: View, tables: Slot, state: Any) -> LowLatencyHan
 
 
 class _RepeatedCall(RepeatedCall[_Result]):
-    """A dispatch or a combine, with a hook or without one.
-
-    Args:
-        runtime: The Buffer's memory and kernels.
-        kernel: Name of the kernel.
-        num_blocks: Blocks of its grid.
-        params: The members of its Params.
-        preparation: The arguments of the calls.
-        own: The Buffer's memory that the call uses.
-        queue: The queue of its hooks.
-        make_result: As of `RepeatedCall.set_launch`.
-    """
+    """A dispatch or a combine, with a hook or without one. For `own` and `make_result`, see `RepeatedCall`."""
 
     def __init__(
         self,

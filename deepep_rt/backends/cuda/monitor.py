@@ -31,11 +31,7 @@ _BROKEN = "The buffer cannot be used any more"
 class StatusPage:
     """A Buffer's status page: pinned host memory where kernels report time-outs, wrong arguments, and the counts of a routing.
 
-    Args:
-        layout: Of the Buffer.
-        rank: This rank.
-        purposes: Of its calls.
-        purpose_of_wait: Returns the purpose of the call in which a kernel waits: of a phase and an epoch.
+    `purpose_of_wait` returns the purpose of the call in which a kernel waits, from a phase and an epoch.
     """
 
     def __init__(
@@ -205,8 +201,7 @@ def whole_call(phase: str) -> Callable[[Callable[Concatenate[Any, _P], _R]], Cal
     The other ranks may have this rank's part of the call. If the program repeated the call, they would match the repetition with their next
     call. Errors of this library say themselves whether the call was made.
 
-    Args:
-        phase: The phase of the error that later calls raise. The object has its Monitor in `_monitor`.
+    Later calls raise an error with `phase`. The object has its Monitor in `_monitor`.
     """
 
     def decorate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
@@ -228,15 +223,9 @@ def whole_call(phase: str) -> Callable[[Callable[Concatenate[Any, _P], _R]], Cal
 class Monitor:
     """Watches the calls of one Buffer: kernels report on the status page, and ranks that fail send a message.
 
-    Args:
-        comm: The ranks.
-        config: The Buffer's sizes.
-        page: Its status page.
-        state: Address of the kernels' State.
-        check_ended: Raises if the Buffer was destroyed. It runs while the host waits.
-        progress: The call that runs.
-        check_network: Raises if the network failed. It runs while the host waits.
-        network_progress: Says what the network has carried, for the log after a time-out. Empty: nothing to say.
+    `state` is the address of the kernels' State. While the host waits, `check_ended` raises if the Buffer was destroyed, and
+    `check_network` if the network failed. After a time-out, the log gets what the network has carried from `network_progress`. Empty:
+    nothing to say.
     """
 
     def __init__(
@@ -325,13 +314,10 @@ class Monitor:
             raise error
 
     def await_counts(self) -> tuple[int, list[int]]:
-        """Wait on the host for the counts of a routing. No other call of the library waits on the host.
+        """Wait on the host for the counts of a routing: rows that arrive, in all and for each local expert. No other call of the library
+        waits on the host.
 
-        Returns:
-            Rows that arrive, in all and for each local expert.
-
-        Raises:
-            EPTimeoutError: if a peer is silent, or the kernel reports nothing in time.
+        Raise EPTimeoutError if a peer is silent, or the kernel reports nothing in time.
         """
         limit = _StartedKernelLimit(self._rank, self._config.timeout_s + _GRACE_S)
         self.begin_wait()
@@ -355,11 +341,8 @@ class Monitor:
     ) -> _CallHalf:
         """Enter around the launch of one half of a call. An exception inside (Ctrl-C) breaks the Buffer, and the other ranks hear of it.
 
-        Otherwise other ranks would match the halves of later calls with this one.
-
-        Args:
-            interrupted: The message of the error that later calls raise.
-            phase: Its phase.
+        Otherwise other ranks would match the halves of later calls with this one. Later calls raise an error with the message
+        `interrupted` and with `phase`.
         """
         return _CallHalf(self, interrupted, phase)
 
@@ -398,12 +381,7 @@ class _CallHalf:
 
 
 class _StartedKernelLimit:
-    """A limit for the run time of a kernel. It counts from the kernel's start: until then the GPU may be busy with other work.
-
-    Args:
-        rank: This rank, for warnings.
-        seconds: The limit.
-    """
+    """A limit for the run time of a kernel. It counts from the kernel's start: until then the GPU may be busy with other work."""
 
     def __init__(self, rank: int, seconds: float) -> None:
         self.seconds, self._rank, self._begin = seconds, rank, time.monotonic()
@@ -411,10 +389,8 @@ class _StartedKernelLimit:
         self._deadline: float | None = None
 
     def is_over(self, has_started: bool) -> bool:
-        """Return whether the time is over. Call it often.
-
-        Raises:
-            EPUnavailableError: if the GPU has failed, so that the kernel will not start.
+        """Return whether the time is over. Call it often. Raise EPUnavailableError if the GPU has failed, so that the kernel will not
+        start.
         """
         now = time.monotonic()
         if self._deadline is None and has_started:

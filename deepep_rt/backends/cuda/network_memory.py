@@ -22,12 +22,7 @@ class NetworkMemory:
 
     With NVSHMEM it is the last part of symmetric memory. A relay works on pinned host memory, which mirrors this part at the same offsets.
 
-    Args:
-        comm: The ranks.
-        layout: Of the Buffer.
-        memory: Its symmetric memory.
-        state: Address of its local memory, whose NetworkState the constructor writes.
-        resources: Releases what the constructor acquires.
+    The constructor writes the NetworkState in the local memory at `state`. `resources` releases what it acquires.
     """
 
     def __init__(self, comm: Communicator, layout: Layout, memory: SymmetricMemory, state: int, resources: ExitStack) -> None:

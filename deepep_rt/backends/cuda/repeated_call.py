@@ -32,13 +32,9 @@ class Memory(Protocol):
 
 
 class RepeatedCall(Generic[_Result]):
-    """A dispatch or a combine.
+    """A dispatch or a combine. Each call chooses the stream of `call`; `stream` is the one that the program has chosen, or None.
 
-    Args:
-        runtime: The Buffer's memory and kernels.
-        call: How the calls run. Its stream is chosen in each call.
-        stream: The stream that the program has chosen, or None.
-        own: The Buffer's memory that the call uses.
+    `own` is the Buffer's memory that the call uses.
     """
 
     _end: driver.CudaEvent | None = None  # of the last call, if this object must hold its arguments
@@ -62,22 +58,16 @@ class RepeatedCall(Generic[_Result]):
             finalize(self._hand_over)
 
     def set_launch(self, launch: PreparedLaunch, make_result: Callable[[Event, int], _Result]) -> None:
-        """Set what later calls launch.
-
-        Args:
-            launch: The launch.
-            make_result: Makes the result of calls on a stream. The event is that of their end. It may not hold this object.
+        """Set what later calls launch. `make_result` makes the result of calls on a stream, with the event of their end. It may not hold
+        this object.
         """
         self.launch = launch
         self._make_result: Callable[[Event, int], _Result] = make_result
         self._last = self._event = None  # the next call makes a result
 
     def set_arguments(self, arguments: tuple[Any, ...], *views: View | None) -> None:
-        """Set the arguments of later calls.
-
-        Args:
-            arguments: The caller's memory that the call reads or writes.
-            views: Those whose library may be another than the caller's.
+        """Set the arguments of later calls: the caller's memory that the call reads or writes. The library of `views` may be another than
+        the caller's.
         """
         self._hand_over()
         self._arguments, self._views = arguments, views

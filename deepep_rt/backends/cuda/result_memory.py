@@ -38,14 +38,8 @@ class Reservation:
 class ResultMemory:
     """Pools in symmetric memory, and other memory for results that do not fit there.
 
-    Args:
-        base: Address of the Buffer's symmetric memory.
-        regions: The regions of that memory.
-        num_slots: Results of each kind that fit at once.
-        order: The order of the Buffer's calls.
-        stream_pool: Gives the other memory.
-        copy_when_full: If the pool is full, copy results of dispatch to other memory instead of raising.
-        counts_use: Note the most bytes in use.
+    `base` is the address of symmetric memory. `num_slots` results of each kind fit at once. If the pool is full, `copy_when_full` lets
+    results of dispatch be copied to memory of `stream_pool`, instead of an error. `counts_use` notes the most bytes in use.
     """
 
     def __init__(
@@ -67,15 +61,10 @@ class ResultMemory:
         )
 
     def reserve(self, num_bytes: int, call: Call, reader: int | None) -> Reservation:
-        """Reserve memory that peers write the rows of a dispatch to.
+        """Reserve memory that peers write the rows of a dispatch to, at most `num_bytes`. `reader` is the caller's stream, if the caller
+        gets the rows.
 
-        Args:
-            num_bytes: At most.
-            call: The dispatch.
-            reader: The caller's stream, if the caller gets the rows.
-
-        Raises:
-            EPOutOfMemoryError: if the pool is full, and results may not or cannot be copied.
+        Raise EPOutOfMemoryError if the pool is full, and results may not or cannot be copied.
         """
         reserved = self.reserve_in_pool(num_bytes, call, reader)
         if reserved is not None:
@@ -97,11 +86,7 @@ class ResultMemory:
         return None if block is None else Reservation(self.offset_of(block), block)
 
     def reserve_for_repeats(self, num_bytes: int, stream: int) -> Block:
-        """Reserve memory that peers write the rows of each dispatch of a prepared call to.
-
-        Raises:
-            EPOutOfMemoryError: if the pool is full.
-        """
+        """Reserve memory that peers write the rows of each dispatch of a prepared call to. Raise EPOutOfMemoryError if the pool is full."""
         block = self._allocate(num_bytes, stream, None, None)
         if block is None:
             raise EPOutOfMemoryError(self._no_room(num_bytes))
@@ -121,16 +106,9 @@ class ResultMemory:
         return Reservation(self._offsets["landing"], None)
 
     def keep(self, reserved: Reservation, num_bytes: int, call: Call, reader: int | None) -> tuple[Any, int]:
-        """Keep the result of a launched dispatch: trim its block to what arrived, or copy it out of the shared region.
+        """Keep the result of a launched dispatch: trim its block to the bytes that arrived, or copy them out of the shared region.
 
-        Args:
-            reserved: Where the rows arrive.
-            num_bytes: Of what arrived.
-            call: The dispatch.
-            reader: As of `reserve`.
-
-        Returns:
-            The owner of the memory, and its address.
+        Return the owner of the memory, and its address.
         """
         if reserved.block is not None:
             reserved.block.trim(num_bytes)
@@ -204,14 +182,8 @@ def dispatch_views(
 ) -> Callable[[], Views]:
     """Return the function that makes the results of a dispatch.
 
-    Args:
-        runtime: Of the Buffer.
-        arrays: x, topk_idx, topk_weights, scales: results have their dtypes and shapes, but for the number of rows.
-        offsets: Of the results, from the address in `rows`.
-        num_rows: Rows of the results.
-        rows: An address, and the owner of the memory there.
-        counts: The same, for the counts.
-        stream: The stream of the call.
+    Results have the dtypes and shapes of `arrays` (x, topk_idx, topk_weights, scales), but for the number of rows. `rows` and `counts` are
+    an address each, with the owner of the memory there. `offsets` count from the address in `rows`.
     """
     framework = arrays[0].framework
     # The function does not hold the arguments: the caller may drop them before it reads the results.
@@ -238,18 +210,10 @@ def dispatch_views(
 def arriving_rows(
     first: int, offsets: dict[str, int], tables: int, table_offsets: dict[str, int], capacity: int, idx_bytes: int
 ) -> ArrivingRows:
-    """Say where a dispatch with a new routing writes.
+    """Say where a dispatch with a new routing writes: at `first`, while the results arrive, and in the handle's tables at `tables`.
 
     The counts are those of the handle. The routing writes them before the host gets them. A dispatch that fails after that does not write
     the caller's counts, and the rows of the result are as many as the host knows.
-
-    Args:
-        first: Address of the results, while they arrive.
-        offsets: Of the results.
-        tables: Address of the handle's tables.
-        table_offsets: Of these tables.
-        capacity: Rows that fit.
-        idx_bytes: Bytes of an expert number.
     """
     return ArrivingRows(
         topk_idx=first + offsets["topk_idx"],
@@ -264,16 +228,9 @@ def arriving_rows(
 def combine_views(
     runtime: CudaRuntime, x: View, num_tokens: int, out: int, out_weights: int | None, owner: Any, stream: int
 ) -> Callable[[], Views]:
-    """Return the function that makes the results of a combine.
+    """Return the function that makes the results of a combine, with the dtype and framework of `x`.
 
-    Args:
-        runtime: Of the Buffer.
-        x: The rows of the call, whose dtype and framework the result has.
-        num_tokens: Rows of the result.
-        out: Their address.
-        out_weights: Address of the summed weights, or None.
-        owner: The owner of the memory there.
-        stream: The stream of the call.
+    `owner` owns the memory at the addresses `out` and `out_weights`, those of the rows and of the summed weights.
     """
     dtype, framework, config = x.dtype, x.framework, runtime.config
 
@@ -289,11 +246,7 @@ def combine_views(
 
 
 class CallMemory:
-    """Memory of any size for work on the stream of a call.
-
-    Args:
-        runtime: The Buffer's memory.
-    """
+    """Memory of any size for work on the stream of a call."""
 
     def __init__(self, runtime: CudaRuntime) -> None:
         self._runtime = runtime

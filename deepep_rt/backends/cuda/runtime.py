@@ -37,11 +37,7 @@ from .stream_order import CallOrder
 
 
 def to_device(device: int, stream: int, pool: StreamPool, *views: View | None) -> list[View | None]:
-    """Return the same arrays in GPU memory; copy those that lie in host memory.
-
-    Raises:
-        EPInputError: if a CUDA graph captures the stream.
-    """
+    """Return the same arrays in GPU memory; copy those that lie in host memory. Raise EPInputError if a capture had to copy."""
     staged = []
     for view in views:
         if view is not None and view.device == HOST:
@@ -58,15 +54,9 @@ def to_device(device: int, stream: int, pool: StreamPool, *views: View | None) -
 
 
 def to_host(views: Views, stream: int, given: View | None = None) -> Views:
-    """Copy results to host memory, and wait on the host for the copies.
+    """Copy results to host memory, and wait on the host for the copies. `given`, an array of the caller that is a result, is not copied.
 
-    Args:
-        views: The results.
-        stream: The stream of the call.
-        given: An array of the caller that is a result; it is not copied.
-
-    Raises:
-        EPOutOfMemoryError: if the host has too little memory. The call was made.
+    Raise EPOutOfMemoryError if the host has too little memory. The call was made.
     """
     copied: Views = {}
     for name, view in views.items():
@@ -93,16 +83,8 @@ _EMPTY = 256  # the address that stands for an array without elements; no kernel
 class CudaRuntime:
     """A Buffer's memory and kernels on one GPU, without its calls.
 
-    Args:
-        info: The Buffer.
-        layout: Its memory maps.
-        comm: The ranks.
-        memory: Its symmetric memory, which the constructor clears.
-        arch: The GPU's target.
-        context: The GPU's context.
-        call_lock: The lock of its calls.
-        resources: Releases what the constructor and `slots` acquire.
-        shapes: The shapes of the kernels `dispatch` and `combine` that are not the usual ones.
+    The constructor clears the flags in symmetric memory. `resources` releases what the constructor and `slots` acquire. `shapes` are those
+    of the kernels `dispatch` and `combine` that are not the usual ones.
     """
 
     def __init__(
@@ -159,11 +141,7 @@ class CudaRuntime:
         return slots
 
     def load(self, kernels: Sequence[tuple[str, str | None]]) -> None:
-        """Load kernels. If one is not in the cache, the kernels after it are compiled at the same time.
-
-        Args:
-            kernels: Name and dtype of each, as in `launcher`.
-        """
+        """Load kernels, each a name and a dtype. If one is not in the cache, the kernels after it are compiled at the same time."""
         for number, (name, dtype) in enumerate(kernels, 1):
             misses = build.stats.misses
             self.launcher(name, dtype)
@@ -171,11 +149,8 @@ class CudaRuntime:
                 build_together([(KERNELS[name], self._constants(name, dtype)) for name, dtype in kernels[number:]], self.arch)
 
     def launcher(self, name: str, dtype: str | None = None) -> Launcher:
-        """Return the launcher of a kernel. The first call loads the kernel.
-
-        Args:
-            name: Its name in the kernel table.
-            dtype: Element type, for a kernel that is compiled once for each.
+        """Return the launcher of a kernel in the kernel table. The first call loads the kernel. A kernel with `dtype` is compiled once for
+        each dtype.
         """
         launcher = self.launchers.get((name, dtype))
         if launcher is None:
@@ -212,8 +187,7 @@ class CudaRuntime:
     def use_shapes(self, shapes: Mapping[str, CopyShape]) -> None:
         """Set the shapes of `dispatch` and `combine` for later launchers. Launchers that other objects hold keep theirs.
 
-        Args:
-            shapes: By kernel. Kernels that are missing get the usual shape.
+        Kernels that are missing get the usual shape.
         """
         self.shapes = dict(shapes)
         self.dispatch_copy_bytes = shapes["dispatch"].copy_bytes if "dispatch" in shapes else STAGE_BYTES
@@ -236,11 +210,7 @@ class CudaRuntime:
         return views
 
     def result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
-        """Make the View of a result. Work on `stream` may still write it.
-
-        Raises:
-            EPDestroyedError: if the Buffer was destroyed.
-        """
+        """Make the View of a result. Work on `stream` may still write it. Raise EPDestroyedError if the Buffer was destroyed."""
         if self.is_destroyed:
             raise EPDestroyedError(
                 "the Buffer of this result was destroyed before the first access to this array. Access result arrays before destroy()"
@@ -250,14 +220,7 @@ class CudaRuntime:
     def for_caller(
         self, make_views: Callable[[], Views], is_host_caller: bool, stream: int, given: View | None = None
     ) -> Callable[[], Views]:
-        """Copy the results to host memory now, if the caller's arrays lie there.
-
-        Args:
-            make_views: Makes the results in GPU memory.
-            is_host_caller: Whether the caller's arrays lie in host memory.
-            stream: The stream of the call.
-            given: An array of the caller that is a result; it is not copied.
-        """
+        """Copy the results to host memory now, if the caller's arrays lie there. `given` is that of `to_host`."""
         if not is_host_caller:
             return make_views
         copied = to_host(make_views(), stream, given)
@@ -271,11 +234,7 @@ class CudaRuntime:
         self.wait_for_calls(self.call_lock.check)
 
     def wait_for_calls(self, check_ended: Callable[[], None] = lambda: None) -> None:
-        """Wait on the host for all calls; raise what kernels report.
-
-        Args:
-            check_ended: Runs often. Its exception ends the wait.
-        """
+        """Wait on the host for all calls; raise what kernels report. `check_ended` runs often. Its exception ends the wait."""
         end = self.order.end()
         self.monitor.begin_wait()
         while not end.done():

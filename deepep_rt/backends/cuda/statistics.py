@@ -17,14 +17,9 @@ from .result_memory import ResultMemory
 
 
 class GpuStatistics:
-    """The numbers of one Buffer.
+    """The numbers of one Buffer. `state` is the address of its local memory.
 
-    Args:
-        layout: Of the Buffer.
-        state: Address of its local memory.
-        context: The GPU's context.
-        results: The memory for results.
-        resources: Releases what the constructor acquires. Call `close` before.
+    `resources` releases what the constructor acquires. Call `close` before.
     """
 
     def __init__(

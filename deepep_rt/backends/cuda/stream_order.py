@@ -64,10 +64,7 @@ class _LastCall:
 class CallOrder:
     """Orders the calls of one Buffer among streams. The host waits only in `synchronize`.
 
-    Args:
-        device: The GPU.
-        context: Its context.
-        check: Raises what the device has reported. It runs after the host has waited for a call.
+    `check` raises what the device has reported. It runs after the host has waited for a call.
     """
 
     def __init__(self, device: int, context: driver.CurrentContext, check: Callable[[], None]) -> None:
@@ -93,11 +90,8 @@ class CallOrder:
         return Call(launch, caller, async_finish, previous_event, framework)
 
     def begin_again(self, call: Call, stream: int | None) -> None:
-        """Choose the stream of a prepared call, whose `Call` is used again.
-
-        Args:
-            call: Of the prepared call. It has a framework.
-            stream: The stream that the program has chosen, or None.
+        """Choose the stream of a prepared call, whose `Call` is used again and has a framework. `stream` is the one that the program has
+        chosen, or None.
         """
         assert call.framework is not None
         caller = call.framework.current_stream(self._device)
@@ -111,8 +105,7 @@ class CallOrder:
     def before_calls(self) -> Iterator[int]:
         """Enter to acquire memory for prepared calls. Yield a stream: all later calls run after the work that it gets in the block.
 
-        Raises:
-            EPInputError: While this stream is captured in a CUDA graph.
+        Raise EPInputError while this stream is captured in a CUDA graph.
         """
         stream = self._last_call.stream
         if stream is None:
@@ -175,11 +168,9 @@ class CallOrder:
     def record_end(self, call: Call, arguments: Any, own: Any, *views: View | None) -> None:
         """Note the end of a call. Hold its arguments as long as the call may run, if their allocator could reuse their memory before.
 
-        Args:
-            call: The call.
-            arguments: The caller's memory that the call reads or writes.
-            own: The Buffer's memory that it reads or writes. Its pools wait for its readers, but not for replays of a graph.
-            views: Arguments of other libraries, or in host memory. Their allocators do not know the stream of the call.
+        The call reads or writes `arguments`, the caller's memory, and `own`, the Buffer's. Pools of `own` wait for its readers, but not for
+        replays of a graph. `views` are arguments of other libraries, or in host memory. Their allocators do not know the stream of the
+        call.
         """
         must_hold = must_hold_arguments(call, views)
         self.record_prepared_end(call, arguments if must_hold else None, own)
@@ -189,10 +180,8 @@ class CallOrder:
     def record_prepared_end(self, call: Call, held: Any, own: Iterable[Any]) -> None:
         """Note the end of a prepared call, which holds its arguments itself.
 
-        Args:
-            call: The call.
-            held: The arguments, if a capture must hold them until it has ended, or None.
-            own: As of `record_end`. What the capture has not acquired, its graph holds as long as it can be replayed.
+        `held` are the arguments, if a capture must hold them until it has ended, or None. `own` is as of `record_end`. What the capture has
+        not acquired, its graph holds as long as it can be replayed.
         """
         stream = self._newest_stream = call.stream
         capture: CapturedGraph | None = call.capture

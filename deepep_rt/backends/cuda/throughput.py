@@ -43,12 +43,8 @@ def _counts_in_capture() -> EPInputError:
 
 
 def receive_window(offset: int, parts: Mapping[str, int], capacity: int) -> dict[str, int]:
-    """Return where the rows of a dispatch arrive, as members of Params.
-
-    Args:
-        offset: Of the result in symmetric memory.
-        parts: Offsets in the result.
-        capacity: Rows that fit.
+    """Return where the rows of a dispatch arrive, as members of Params. The result lies at `offset` of symmetric memory, and `parts` are
+    offsets in it.
     """
     return {
         "recv_x_offset": offset + parts["x"],
@@ -63,10 +59,8 @@ def receive_window(offset: int, parts: Mapping[str, int], capacity: int) -> dict
 class RowMover:
     """Moves rows by token between ranks, as kernel launches: `Throughput` on one node, `NodesThroughput` on several.
 
-    Args:
-        runtime: The Buffer's memory and kernels.
-        copy_when_full: Copy results out of symmetric memory when the pool is full, instead of raising.
-        unavailable: Why this Buffer cannot make throughput calls, or "".
+    If the pool is full, `copy_when_full` lets results be copied out of symmetric memory, instead of an error. `unavailable` says why this
+    Buffer cannot make throughput calls, or is empty.
     """
 
     _suffix = ""
@@ -116,15 +110,10 @@ class RowMover:
     ) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Launch the routing, unless a handle gives it, and the dispatch of rows. Wait for the counts if only they tell the size.
 
-        Over several nodes, wait before the launch of the dispatch if the pool has no room for `num_max_recv_tokens` rows.
+        Over several nodes, wait before the launch of the dispatch if the pool has no room for `num_max_recv_tokens` rows. If the routing is
+        new, `on_launch` runs right after the launch of the dispatch: before the host waits for counts, if it can.
 
-        Args:
-            inputs: Of the dispatch.
-            call: How the call runs.
-            on_launch: Runs right after the launch of the dispatch, if the routing is new: before the host waits for counts, if it can.
-
-        Returns:
-            The handle, and the function that makes the results.
+        Return the handle, and the function that makes the results.
         """
         if self._unavailable:
             self.check_support()
@@ -242,16 +231,10 @@ class RowMover:
         is_new: bool = False,
         needs_counts: bool = False,
     ) -> tuple[Launcher, dict[str, Any]]:
-        """Return the dispatch kernel and its Params.
+        """Return the dispatch kernel and its Params, from x, topk_idx, topk_weights and scales on the GPU.
 
-        Args:
-            signature: Of the call, packed.
-            arrays: x, topk_idx, topk_weights and scales on the GPU.
-            tables: Address of the handle's tables.
-            counts: Address of the caller's counts.
-            window: See `receive_window`.
-            is_new: The call launches its routing before.
-            needs_counts: The host waits for the counts.
+        `tables` and `counts` are addresses, of the handle's tables and of the caller's counts. See `receive_window` for `window`. If
+        `is_new`, the call launches its routing before. If `needs_counts`, the host waits for the counts.
         """
         x, idx, weights, scales = arrays
         sizes = row_bytes, scale_bytes, idx_bytes, _ = (
@@ -278,10 +261,8 @@ class RowMover:
         return self._runtime.launcher(self._dispatch_kernel), params
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
-        """Launch one kernel: rows, or sums of a node's rows, arrive at the tokens' ranks, which add them up.
-
-        Returns:
-            The function that makes the results.
+        """Launch one kernel: rows, or sums of a node's rows, arrive at the tokens' ranks, which add them up. Return the function that makes
+        the results.
         """
         if self._unavailable:
             self.check_support()
@@ -303,14 +284,7 @@ class RowMover:
     def combine_launch(
         self, inputs: CombineInputs, arrays: Sequence[Any], out: int, out_weights: int
     ) -> tuple[Launcher, dict[str, Any]]:
-        """Return the combine kernel and its Params.
-
-        Args:
-            inputs: Of the combine.
-            arrays: The rows, the weights and the biases on the GPU.
-            out: Address of the sums.
-            out_weights: Address of the sums of the weights.
-        """
+        """Return the combine kernel and its Params, from the rows, the weights and the biases on the GPU, and the addresses of the sums."""
         x, weights, *biases = arrays
         handle = inputs.handle
         params = {
@@ -328,14 +302,10 @@ class RowMover:
     def _finish_sums(
         self, params: dict[str, int], inputs: CombineInputs, capacity: int, signature: Signature, choice: Mapping[str, int]
     ) -> Launcher:
-        """Return the combine kernel, and add the rest of its Params.
+        """Return the combine kernel, and add the rest of its Params to `params`, where an address of 0 means no array.
 
-        Args:
-            params: The first Params. An address of 0 means no array.
-            inputs: Of the whole combine, which all ranks must agree on.
-            capacity: Rows of the handle by token.
-            signature: Of this launch.
-            choice: The choice of the rows, in a combine of one choice after the other over several nodes.
+        `inputs` are those of the whole combine. `signature` and `choice` are those of this launch: over several nodes, a combine may have a
+        launch for each choice. `capacity` counts the rows of the handle by token.
         """
         kernel, row_bytes = self._combine_kernel, inputs.x.row_bytes
         sent_bytes = row_bytes
@@ -357,11 +327,7 @@ class RowMover:
     ) -> None:
         """Add Params of this class's dispatch kernel, in order: a merge of dicts would take longer.
 
-        Args:
-            params: Those before.
-            sizes: Bytes of a row, of its scales and of an index, and whether there are weights.
-            is_new: As of `dispatch_launch`.
-            needs_counts: As of `dispatch_launch`.
+        `sizes` are the bytes of a row, of its scales and of an index, and whether there are weights.
         """
         raise NotImplementedError
 
@@ -458,12 +424,7 @@ class NodesThroughput(RowMover):
     ) -> None:
         """Launch a combine of rows that have one choice of each token.
 
-        Args:
-            inputs: Of the whole combine.
-            num_rows: Rows of the handle by token.
-            params: The first Params.
-            choice: The Params of the choice.
-            stream: The stream of the call.
+        `inputs` are those of the whole combine, `num_rows` counts the rows of the handle by token, and `params` are the first Params.
         """
         signature = inputs.signature._replace(alignment_or_step=choice["choice"] + 1)
         launch = self._finish_sums(params, inputs, num_rows, signature, choice)
@@ -516,14 +477,7 @@ class Rows(Protocol):
 
 
 class ThroughputCalls:
-    """Dispatch and combine, in both layouts of rows.
-
-    Args:
-        runtime: The Buffer's memory and kernels.
-        by_token: Moves rows by token.
-        by_expert: Moves rows by expert.
-        fp8_rows: Converts rows.
-    """
+    """Dispatch and combine, in both layouts of rows."""
 
     def __init__(self, runtime: CudaRuntime, by_token: RowMover, by_expert: Rows, fp8_rows: Fp8Rows) -> None:
         self._runtime, self._by_token, self._monitor = runtime, by_token, runtime.monitor
@@ -569,15 +523,7 @@ class PreparedThroughput:
     Peers write the rows of each dispatch to the same block of symmetric memory. The kernel of the call tells them its address after all
     earlier work of its stream, so readers on that stream are done.
 
-    Args:
-        runtime: The Buffer's memory and kernels.
-        by_token: Moves rows by token.
-        preparation: The arguments of the calls.
-
-    Raises:
-        EPInputError: If the library of `x` has no current stream, and the program has chosen none.
-        EPOutOfMemoryError: If the pool is full.
-        EPUnavailableError: If this Buffer cannot make throughput calls.
+    Raise EPOutOfMemoryError if the pool is full.
     """
 
     def __init__(self, runtime: CudaRuntime, by_token: RowMover, preparation: ThroughputPreparation) -> None:
