@@ -1,12 +1,15 @@
-"""`EventHandle` and `EventOverlap` of DeepEP V1: points in the work of a stream of PyTorch."""
+"""`EventHandle` and `EventOverlap` of DeepEP V1, points in the work of a stream of PyTorch, and the stream on which a call runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from .._checks import flag, instance
 from ..errors import EPInputError
 
 
@@ -62,3 +65,53 @@ class EventOverlap:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.event is not None:
             self.event.current_stream_wait()
+
+
+class CallStream:
+    """The stream of one call: the caller's current stream or, with `async_finish`, the communication stream.
+
+    The constructor makes that stream wait for `previous`, or else for the caller's current stream. Tensors on the CPU have no streams.
+    """
+
+    def __init__(
+        self, like: torch.Tensor, comm_stream: Callable[[], Any], previous: EventOverlap | None = None, async_finish: bool = False
+    ) -> None:
+        self._async, self._stream = flag(async_finish, "async_finish"), None
+        self.previous_event: Any = None
+        """The `previous_event` for the call of `deepep_rt.Buffer`. It is None if the call runs on the caller's stream."""
+        if previous is not None:
+            instance(previous, "previous_event", EventOverlap, "Pass the result of capture() or of an earlier call, or None.")
+        if not like.is_cuda:
+            return
+        self._caller = torch.cuda.current_stream()
+        self._stream = self._caller
+        event = getattr(getattr(previous, "event", None), "event", None)
+        if self._async:
+            self._stream = comm_stream()
+            self.previous_event = event = event or self._caller.record_event()
+        if event is not None:
+            self._stream.wait_event(event)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """More arguments for a call of `deepep_rt.Buffer`."""
+        return {"async_finish": True, "stream": self._stream} if self._async and self._stream is not None else {}
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make the stream of the call PyTorch's current stream in a `with` block."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def record_use(self, *tensors: torch.Tensor | None) -> None:
+        """Tell PyTorch's allocator that both streams use these tensors."""
+        if self._stream is not None and self._stream != self._caller:
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(self._stream)
+                    tensor.record_stream(self._caller)
+
+    def finish(self, *tensors: torch.Tensor | None) -> EventOverlap:
+        """Return the event of the call. It keeps the tensors alive."""
+        if not self._async:
+            return EventOverlap(None)
+        with self.current():
+            return EventOverlap(EventHandle(), tuple(tensor for tensor in tensors if tensor is not None))

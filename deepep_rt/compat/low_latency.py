@@ -11,10 +11,9 @@ from ..buffer import Buffer
 from ..errors import EPInputError, EPUnavailableError
 from ..results import LowLatencyDispatchResult
 from .base import Calls, tells_refusals
-from .call_stream import CallStream
 from .checks import Tensors, backend_for, check_choices, check_handle, check_rows, check_tensor, without_gradient
 from .config import MOST_BYTES
-from .events import EventOverlap
+from .events import CallStream, EventOverlap
 from .handles import ExpertHandle
 
 

@@ -19,7 +19,6 @@ from ..results import DispatchResult
 from ..torch import tensor_ops
 from .base import Calls, tells_refusals
 from .buffer_cache import NormalBuffers, Shape
-from .call_stream import CallStream
 from .checks import (
     Tensors,
     backend_for,
@@ -31,7 +30,7 @@ from .checks import (
     without_gradient,
 )
 from .config import MOST_BYTES, Config
-from .events import EventOverlap
+from .events import CallStream, EventOverlap
 from .handles import DispatchedHandle, InternodeHandle, NormalHandle, handle_of
 
 R = TypeVar("R")

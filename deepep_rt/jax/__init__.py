@@ -13,11 +13,10 @@ Their gradients then have the reverse order.
 compiled function again.
 """
 
-from .autodiff import Dispatched, Handle, combine, dispatch
+from .autodiff import Dispatched, Handle, checkpoint, combine, dispatch
 from .callbacks import Combined, errors
 from .device import use_gpu_of_rank
 from .low_latency import LowLatencyDispatched, LowLatencyHandle, low_latency_combine, low_latency_dispatch
-from .recomputation import checkpoint
 
 __all__ = [
     "Combined",

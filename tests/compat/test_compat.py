@@ -237,8 +237,7 @@ def test_streams_of_calls_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call waits for its previous event. On the communication stream, it waits for the caller's stream if there is no such event."""
     import torch
 
-    from deepep_rt.compat.call_stream import CallStream
-    from deepep_rt.compat.events import EventHandle, EventOverlap
+    from deepep_rt.compat.events import CallStream, EventHandle, EventOverlap
 
     class Stream:
         def __init__(self, name: str) -> None:
