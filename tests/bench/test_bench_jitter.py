@@ -1,23 +1,18 @@
 """Run `python -m deepep_rt bench jitter`, which writes a table of p50, p99 and maximum."""
 
 import json
-import subprocess
 
 import pytest
-from paths import ROOT
 
 pytest.importorskip("typer")
 pytest.importorskip("ml_dtypes")
 
-from launch import python_on
+from launch import run_bench
 
 
 def test_a_run_writes_one_table(tmp_path):
     folder = tmp_path / "new"
-    options = ["--backend", "host", "--quick", "--hidden", "128", "--topk", "2", "--experts", "6", "--out", str(folder)]
-    command = python_on(2, "-m", "deepep_rt", "bench", "jitter", *options)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    done = run_bench(2, "bench", "jitter", "--quick", "--hidden", "128", "--topk", "2", "--experts", "6", "--out", folder)
     assert sorted(path.name for path in folder.iterdir()) == ["jitter.json", "jitter.md"]
     result = json.loads((folder / "jitter.json").read_text())
     assert (result["num_ranks"], result["settings"]["hidden"], result["settings"]["backend"]) == (2, 128, "host")
