@@ -7,7 +7,10 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("ml_dtypes")
 
+import numpy as np
 from launch import run_bench
+
+from deepep_rt.bench import jitter as bench_jitter
 
 
 def test_a_run_writes_one_table(tmp_path):
@@ -33,8 +36,6 @@ def test_a_run_writes_one_table(tmp_path):
 
 @pytest.mark.parametrize(("num_ranks", "wanted"), [(8, (64, 128, 256, 512)), (6, (66, 132, 258, 516)), (1, (64, 128, 256, 512))])
 def test_each_rank_gets_the_same_number_of_experts(num_ranks, wanted):
-    from deepep_rt.bench import jitter as bench_jitter
-
     experts = bench_jitter.experts_of(num_ranks)
     settings = bench_jitter.make_settings()
     assert experts == wanted
@@ -45,10 +46,6 @@ def test_each_rank_gets_the_same_number_of_experts(num_ranks, wanted):
 
 
 def test_summarise_computes_the_percentiles():
-    import numpy as np
-
-    from deepep_rt.bench import jitter as bench_jitter
-
     row = bench_jitter.summarise(256, 8, np.array([*range(1, 100), 1000], np.float64))
     assert (row.steps, row.p50_us, row.max_us) == (100, 50.5, 1000.0)
     assert row.p99_us == pytest.approx(np.percentile([*range(1, 100), 1000], 99))
