@@ -243,15 +243,18 @@ def _lock(cache: KernelCache) -> bool:
         return got
 
 
+ACTIONS = {"put": lambda cache: cache.put(ENTRY), "lock": _lock, "entries": KernelCache.entries, "clear": KernelCache.clear}
+
+
 @pytest.mark.parametrize("name", ["file", "file/cache"])
-@pytest.mark.parametrize("action", [lambda cache: cache.put(ENTRY), _lock, KernelCache.entries, KernelCache.clear])
-def test_a_file_in_place_of_the_folder_raises(tmp_path: Path, name: str, action: Callable[[KernelCache], object]) -> None:
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_file_in_place_of_the_folder_raises(tmp_path: Path, name: str, action: str) -> None:
     (tmp_path / "file").write_text("not a folder")  # even root cannot write below a file
     cache = KernelCache(tmp_path / name)
     assert cache.get("sm_90", KEY) is None
-    message = "read: .*Not a directory" if action in (KernelCache.entries, KernelCache.clear) else "written: "
+    message = "read: .*Not a directory" if action in ("entries", "clear") else "written: "
     with pytest.raises(EPCacheError, match=rf"{cache.folder} cannot be {message}.*DEEPEP_RT_CACHE_DIR"):
-        action(cache)
+        ACTIONS[action](cache)
     assert (tmp_path / "file").read_text() == "not a folder"
 
 
