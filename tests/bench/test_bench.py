@@ -16,7 +16,7 @@ from paths import ROOT
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib", reason="matplotlib comes with deepep_rt[bench]")
 
-from launch import python_on
+from launch import python_on, run_bench
 from markdown_it import MarkdownIt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
@@ -37,19 +37,12 @@ NVSHMEM = ROOT / "bench/results/h200x4_2026-11-22_low_latency_nvshmem.json"
 RESULTS = [THROUGHPUT, LOW_LATENCY, NVSHMEM]
 
 
-def run(num_ranks, *options, status=0):
-    """Run the command. Return its standard output and standard error."""
-    command = python_on(num_ranks, "-m", "deepep_rt", "bench", *options)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
-    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout, done.stderr
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """Run all benchmarks quickly on two ranks. Return folder, standard output and standard error."""
     folder = tmp_path_factory.mktemp("bench") / "new" / "folder"
-    return folder, *run(2, "--backend", "host", "--quick", "--out", folder, "--compare", PEERS)
+    done = run_bench(2, "bench", "--quick", "--out", folder, "--compare", PEERS)
+    return folder, done.stdout, done.stderr
 
 
 class Report(HTMLParser):
@@ -145,24 +138,36 @@ def test_mpirun_on_a_terminal_shows_a_bar(tmp_path):
     assert " done; " not in text
 
 
+ERRORS = [(["--compare", "missing.json"], "missing.json cannot be read"), (["--experts", "7"], "num_experts=7")]
+ERRORS_OF_BENCH = [
+    (["nonsense"], "what='nonsense'; expected one of throughput, low-latency, all, jitter"),
+    (["--backend", "gpu"], "expected auto, cuda or host"),
+    (["--from", "missing.json"], "missing.json cannot be read"),
+    (["--from", PEERS], "Pass a result of bench/throughput.py"),
+    (["--out", "pyproject.toml"], "Choose another folder with --out"),
+]
+ERRORS_OF_PROGRAMS = [
+    (["--json", "."], "--json=. cannot be written: it is a folder. Choose another file with --json"),
+    (["--json", "pyproject.toml/result.json"], "Choose another file with --json"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("program", "options", "message"),
     [
-        (["nonsense"], "what='nonsense'; expected one of throughput, low-latency, all, jitter"),
-        (["--backend", "gpu"], "expected auto, cuda or host"),
-        (["--compare", "missing.json"], "missing.json cannot be read"),
-        (["--from", "missing.json"], "missing.json cannot be read"),
-        (["--from", str(PEERS)], "Pass a result of bench/throughput.py"),
-        (["--out", "pyproject.toml"], "Choose another folder with --out"),
-        (["--experts", "7"], "num_experts=7"),
+        *(("bench", *error) for error in ERRORS + ERRORS_OF_BENCH),
+        *(("bench/throughput.py", *error) for error in ERRORS + ERRORS_OF_PROGRAMS),
+        ("bench/throughput.py", ["--nccl"], "--nccl: rank 0: the host backend has no NCCL"),
+        *(pytest.param("bench/low_latency.py", *error, marks=pytest.mark.full) for error in ERRORS + ERRORS_OF_PROGRAMS),
     ],
 )
-def test_errors_are_printed_once(options, message, tmp_path):
-    out = [] if "--out" in options else ["--out", str(tmp_path)]
-    _, err = run(2, *options, *out, status=1)
-    assert err.count("error: ") == 1
-    assert message in err
-    assert "Traceback" not in err
+def test_errors_are_printed_once_and_before_measuring(program, options, message, tmp_path):
+    out = ["--out", tmp_path] if program == "bench" and "--out" not in options else []
+    error = run_bench(2, program, *options, *out, status=1).stderr  # at full size, which would take minutes
+    assert error.count("error: ") == 1
+    assert error.startswith("error: ") or program == "bench"
+    assert message in error
+    assert "Traceback" not in error
 
 
 def test_a_rank_that_fails_alone_ends_the_others(tmp_path):
@@ -181,22 +186,24 @@ with bench_ranks.fail_together(MPI.COMM_WORLD) as comm:
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "message"),
     [
-        ["-m", "deepep_rt", "bench", "--quick"],
-        ["-m", "deepep_rt", "bench", "--from", "bench/results/h200x8_2026-11-22.json"],
-        ["bench/predict.py"],
+        ("-m deepep_rt bench --quick --out", "need matplotlib"),
+        ("-m deepep_rt bench --from bench/results/h200x8_2026-11-22.json --out", "need matplotlib"),
+        ("bench/predict.py --out", "need matplotlib"),
+        ("bench/throughput.py --backend host --quick --json", "this benchmark needs rich, which is not installed."),
+        ("bench/low_latency.py --backend host --quick --json", "this benchmark needs rich, which is not installed."),
     ],
 )
-def test_a_missing_library_is_named_before_the_run(command, tmp_path):
+def test_a_missing_library_is_named_before_the_run(command, message, tmp_path):
     blocked, out = tmp_path / "blocked", tmp_path / "out"
     blocked.mkdir()
-    words = [sys.executable, *command, "--out", str(out)]
-    environment = {**os.environ, **without(blocked, "matplotlib")}
+    words = [sys.executable, *command.split(), str(out)]
+    environment = {**os.environ, **without(blocked, "rich" if "rich" in message else "matplotlib")}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
     assert done.returncode == 1
-    assert "need matplotlib" in done.stderr
-    assert f"Run {pip_install('bench')}." in done.stderr
+    assert message in done.stderr
+    assert f"Run {pip_install('bench')}.\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert not out.exists()
 

@@ -154,9 +154,13 @@ def test_the_message_names_the_place(name: str, change: dict[str, Any], message:
 
 
 @pytest.mark.parametrize(
-    "data", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b'{"rows": ' + b"9" * 5000 + b"}", b"\xff", b"\x00"]
+    "data",
+    [
+        *(b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b'{"rows": ' + b"9" * 5000 + b"}", b"\xff", b"\x00"),
+        *(b"", b"[]", b"{}", b'{"rows": [{"work": 1}]}', b'{"rows": []}', b'{"systems": {}}'),
+    ],
 )
-def test_files_that_are_not_json(data: bytes, tmp_path: Path) -> None:
+def test_files_without_results_are_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(data)
     for reader in (read, load):

@@ -1,23 +1,21 @@
 """Run `python -m deepep_rt bench jitter`, which writes a table of p50, p99 and maximum."""
 
 import json
-import subprocess
 
 import pytest
-from paths import ROOT
 
 pytest.importorskip("typer")
 pytest.importorskip("ml_dtypes")
 
-from launch import python_on
+import numpy as np
+from launch import run_bench
+
+from deepep_rt.bench import jitter as bench_jitter
 
 
 def test_a_run_writes_one_table(tmp_path):
     folder = tmp_path / "new"
-    options = ["--backend", "host", "--quick", "--hidden", "128", "--topk", "2", "--experts", "6", "--out", str(folder)]
-    command = python_on(2, "-m", "deepep_rt", "bench", "jitter", *options)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    done = run_bench(2, "bench", "jitter", "--quick", "--hidden", "128", "--topk", "2", "--experts", "6", "--out", folder)
     assert sorted(path.name for path in folder.iterdir()) == ["jitter.json", "jitter.md"]
     result = json.loads((folder / "jitter.json").read_text())
     assert (result["num_ranks"], result["settings"]["hidden"], result["settings"]["backend"]) == (2, 128, "host")
@@ -38,8 +36,6 @@ def test_a_run_writes_one_table(tmp_path):
 
 @pytest.mark.parametrize(("num_ranks", "wanted"), [(8, (64, 128, 256, 512)), (6, (66, 132, 258, 516)), (1, (64, 128, 256, 512))])
 def test_each_rank_gets_the_same_number_of_experts(num_ranks, wanted):
-    from deepep_rt.bench import jitter as bench_jitter
-
     experts = bench_jitter.experts_of(num_ranks)
     settings = bench_jitter.make_settings()
     assert experts == wanted
@@ -50,10 +46,6 @@ def test_each_rank_gets_the_same_number_of_experts(num_ranks, wanted):
 
 
 def test_summarise_computes_the_percentiles():
-    import numpy as np
-
-    from deepep_rt.bench import jitter as bench_jitter
-
     row = bench_jitter.summarise(256, 8, np.array([*range(1, 100), 1000], np.float64))
     assert (row.steps, row.p50_us, row.max_us) == (100, 50.5, 1000.0)
     assert row.p99_us == pytest.approx(np.percentile([*range(1, 100), 1000], 99))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import python_on
-from paths import ROOT
+from launch import run_bench
 
 pytest.importorskip("rich")
 pytest.importorskip("ml_dtypes")
@@ -83,9 +81,7 @@ def test_the_program(tmp_path: Path) -> None:
         "--matrix",
         "48",
     ]
-    words = python_on(2, "bench/beside_matmul.py", "--backend", "host", *sizes, "--buffers", str(buffers), "--json", str(file))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    done = run_bench(2, "bench/beside_matmul.py", *sizes, "--buffers", buffers, "--json", file)
     result = json.loads(file.read_text())
     assert {"date", "commit", "versions", "boundary", "byte_formula", "machine", "settings"} <= set(result)
     assert [(row["work"], row["buffers"], row["sms"], row["tokens"]) for row in result["rows"]] == [

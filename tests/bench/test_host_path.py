@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_gpu import Array, FakeGpu, fake, make, routed  # noqa: F401  (fixtures)
-from launch import python_on
-from paths import ROOT
+from launch import run_bench
 
 pytest.importorskip("rich")
 pytest.importorskip("ml_dtypes")
@@ -88,10 +86,8 @@ def test_the_steps_of_calls(fake: FakeGpu, make: Any) -> None:  # noqa: F811
 
 def test_the_program_on_the_host(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    sizes = ["--backend", "host", "--quick", "--tokens", "4", "--hidden", "128", "--experts", "8", "--topk", "2", "--calls", "10"]
-    words = python_on(1, "bench/host_path.py", *sizes, "--json", str(file))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    sizes = ["--quick", "--tokens", "4", "--hidden", "128", "--experts", "8", "--topk", "2", "--calls", "10"]
+    done = run_bench(1, "bench/host_path.py", *sizes, "--json", file)
     result = json.loads(file.read_text())
     assert {"date", "commit", "versions", "boundary", "machine", "python", "has_global_lock", "settings"} <= set(result)
     assert "arrays of numpy, 4 tokens" in done.stdout

@@ -85,6 +85,15 @@ def run_example(num_ranks: int, example: str, *options: str, **environment: str)
     return done.stdout.splitlines()
 
 
+def run_bench(num_ranks: int, program: str, *options: object, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a program of the checkout, or `bench` with its command, on ranks of the host backend. It must end with this status."""
+    words = ("-m", "deepep_rt", "bench") if program == "bench" else (program,)
+    command = python_on(num_ranks, *words, "--backend", "host", *options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-3000:]
+    return done
+
+
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of programs, without the variables of MPI launchers."""
     launchers = ("OMPI_", "PMI_", "PMIX_", "MPI_", "MPIR_", "HYDRA_", "HYDI_", "SLURM_", "PRTE_", "OPAL_")

@@ -29,8 +29,12 @@ from deepep_rt.kernels.source import kernel_constants, source_dir
 from deepep_rt.kernels.table import KERNELS, Kernel
 
 
+def _build(sources: Path, arch: str = "sm_90", **constants: int) -> build.CompiledKernel:
+    return build.build(TINY, {**CONSTANTS, **constants}, arch, folder=sources)
+
+
 def _key(sources: Path, arch: str = "sm_90", **constants: int) -> str:
-    return build.build(TINY, {**CONSTANTS, **constants}, arch, folder=sources).key
+    return _build(sources, arch, **constants).key
 
 
 WORKER = """
@@ -56,8 +60,8 @@ print(json.dumps([build.build(kernel, constants, "sm_90", folder=folder).compile
 
 def test_build_compiles_once_and_describes_the_kernel(sources: Path, cache: Path) -> None:
     before = build.stats.hits, build.stats.misses
-    first = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
-    second = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    first = _build(sources)
+    second = _build(sources)
     assert (first.compiled, second.compiled) == (True, False)
     assert (build.stats.hits - before[0], build.stats.misses - before[1]) == (1, 1)
     assert first.code == second.code
@@ -91,7 +95,7 @@ def test_only_entries_of_this_installation_are_current(sources: Path, cache: Pat
 
 
 def test_ptx_needs_no_driver(sources: Path, cache: Path) -> None:
-    built = build.build(TINY, CONSTANTS, "compute_80", folder=sources)
+    built = _build(sources, "compute_80")
     assert b".entry tiny" in built.code
     assert built.info["registers"] is None
 
@@ -139,7 +143,7 @@ def test_errors_show_the_real_file_and_line(sources: Path, cache: Path, name: st
     lines[line - 1] += " int wrong = no_such_name;"
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(EPCompileError, match="no_such_name") as caught:
-        build.build(TINY, CONSTANTS, "sm_90", folder=sources)
+        _build(sources)
     assert f"{path.resolve()}({line}): error" in str(caught.value)
     assert "tiny did not compile for sm_90" in str(caught.value)
     assert not list(cache.glob(f"*/*{SUFFIX}"))
@@ -148,7 +152,7 @@ def test_errors_show_the_real_file_and_line(sources: Path, cache: Path, name: st
 def test_python_and_the_compiler_must_agree_on_a_struct(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structs.CStruct, "size", lambda self, constants: 1)
     with pytest.raises(EPCompileError, match=r"static assertion failed|static_assert"):
-        build.build(TINY, CONSTANTS, "sm_90", folder=sources)
+        _build(sources)
 
 
 def test_the_error_names_a_missing_source(cache: Path, tmp_path: Path) -> None:
@@ -156,50 +160,42 @@ def test_the_error_names_a_missing_source(cache: Path, tmp_path: Path) -> None:
         build.build(TINY, CONSTANTS, "sm_90", folder=tmp_path)
 
 
-def test_errors_for_architectures(sources: Path, cache: Path) -> None:
-    with pytest.raises(EPCompileError, match=r"arch='sm_999'; expected one that NVRTC .* knows: .*sm_90"):
-        build.build(TINY, CONSTANTS, "sm_999", folder=sources)
-    with pytest.raises(EPConfigError, match="arch='sm_70'; expected sm_80 or newer"):
-        build.build(TINY, CONSTANTS, "sm_70", folder=sources)
-    with pytest.raises(EPConfigError, match="arch='hopper'"):
-        build.build(TINY, CONSTANTS, "hopper", folder=sources)
+@pytest.mark.parametrize(
+    ("arch", "error", "message"),
+    [
+        ("sm_999", EPCompileError, "arch='sm_999'; expected one that NVRTC .* knows: .*sm_90"),
+        ("sm_70", EPConfigError, "arch='sm_70'; expected sm_80 or newer"),
+        ("hopper", EPConfigError, "arch='hopper'"),
+    ],
+)
+def test_errors_for_architectures(sources: Path, cache: Path, arch: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        _build(sources, arch)
 
 
-@pytest.mark.parametrize("keep", [0.5, 0.999, 0])
-def test_a_truncated_entry_is_compiled_again(sources: Path, cache: Path, caplog: pytest.LogCaptureFixture, keep: float) -> None:
-    first = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
-    (path,) = cache.glob(f"*/*{SUFFIX}")
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * keep)])
-    again = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
-    assert again.compiled
-    assert again.code == first.code
-    assert "corrupt" in caplog.text
-    assert not build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
-
-
-def test_an_entry_of_other_sizes_under_this_key_is_compiled_again(
-    sources: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, other = (build.build(TINY, {**CONSTANTS, "kFactor": factor}, "sm_90", folder=sources) for factor in (7, 8))
+@pytest.mark.parametrize("is_cut", [True, False], ids=["truncated", "of other sizes"])
+def test_a_corrupt_entry_is_compiled_again(sources: Path, cache: Path, caplog: pytest.LogCaptureFixture, is_cut: bool) -> None:
+    first, other = _build(sources), _build(sources, kFactor=8)
     assert first.code != other.code
-    shutil.copy(cache / "sm_90" / f"{other.key}{SUFFIX}", cache / "sm_90" / f"{first.key}{SUFFIX}")
-    again = build.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    path, found = (cache / "sm_90" / f"{key}{SUFFIX}" for key in (first.key, other.key))
+    path.write_bytes(path.read_bytes()[:-1] if is_cut else found.read_bytes())
+    again = _build(sources)
     assert (again.compiled, again.code) == (True, first.code)
-    assert "it is the entry of another kernel" in caplog.text
+    assert ("wrong checksum" if is_cut else "it is the entry of another kernel") in caplog.text
+    assert not _build(sources).compiled
 
 
 def test_an_entry_of_another_kernel_or_version_is_compiled_again(
     sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check also finds entries whose key is wrong because of an error in the computation of keys."""
-    build.build(TINY, CONSTANTS, "sm_90", folder=sources)
+    _build(sources)
     (key,) = (path.stem for path in cache.glob(f"*/*{SUFFIX}"))
     monkeypatch.setattr(build, "_key", lambda *_: key)
-    assert not build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    assert not _build(sources).compiled
     monkeypatch.setattr(build, "_versions", lambda nvshmem: {"nvrtc": "99.0"})
-    assert build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
-    assert not build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
+    assert _build(sources).compiled
+    assert not _build(sources).compiled
     (sources / "other.cu").write_text(SOURCE.replace("tiny(", "other("))
     assert build.build(replace(TINY, name="other"), CONSTANTS, "sm_90", folder=sources).compiled
 
@@ -209,19 +205,18 @@ def test_an_unwritable_cache_raises_before_compiling(sources: Path, tmp_path: Pa
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(compiler, "compile_unit", lambda *_: pytest.fail("compiled"))
     with pytest.raises(EPCacheError, match="DEEPEP_RT_CACHE_DIR") as caught:
-        build.build(TINY, CONSTANTS, "sm_90", folder=sources)
+        _build(sources)
     assert str(tmp_path / "file" / "cache") in str(caught.value)
 
 
 def test_assert_cached_forbids_compiling(sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = _key(sources)
     monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
+    assert not _build(sources).compiled
+    KernelCache().clear()
     with pytest.raises(EPCacheError) as caught:
-        build.build(TINY, CONSTANTS, "sm_90", folder=sources)
-    monkeypatch.delenv("DEEPEP_RT_ASSERT_CACHED")
-    key = build.build(TINY, CONSTANTS, "sm_90", folder=sources).key
+        _build(sources)
     assert all(part in str(caught.value) for part in ("DEEPEP_RT_ASSERT_CACHED", "tiny", "sm_90", key))
-    monkeypatch.setenv("DEEPEP_RT_ASSERT_CACHED", "1")
-    assert not build.build(TINY, CONSTANTS, "sm_90", folder=sources).compiled
 
 
 def test_one_of_eight_processes_compiles(sources: Path, cache: Path, tmp_path: Path) -> None:
@@ -245,7 +240,7 @@ def test_build_reports_a_stack_frame(sources: Path, cache: Path) -> None:
     (sources / "inner.cuh").write_text(
         "__device__ int twice(int x) { int b[64]; for (int i = 0; i < 64; ++i) b[(i * x) & 63] = i * kFactor; return b[x & 63]; }\n"
     )
-    assert build.build(TINY, CONSTANTS, "sm_90", folder=sources).info["stack_bytes"] >= 256
+    assert _build(sources).info["stack_bytes"] >= 256
 
 
 @pytest.mark.full

@@ -26,7 +26,7 @@ from paths import HELPERS
 
 from deepep_rt import EPCacheError, EPConfigError
 from deepep_rt.jit import store, trusted_files
-from deepep_rt.jit.store import SUFFIX, CorruptEntry, KernelCache, SavedFiles
+from deepep_rt.jit.store import SUFFIX, CorruptEntry, KernelCache, SavedFiles, pack
 
 ENTRY = entry(code=bytes(range(256)) * 5)
 
@@ -42,19 +42,40 @@ def cache(tmp_path: Path) -> KernelCache:
 # --- damage ------------------------------------------------------------------------------------------------------------------
 
 
-def _described(info: dict[str, Any] | bytes, code: bytes = b"code", length: int | None = None) -> Callable[[bytes], bytes]:
-    """Make a change that gives an entry this description, with a valid checksum."""
+def _changed(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Make damage that changes the content of a file."""
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def _described(info: dict[str, Any] | bytes, code: bytes = b"code", length: int | None = None) -> Callable[[Path], object]:
+    """Make damage that gives an entry this description, with a valid checksum."""
     text = info if isinstance(info, bytes) else json.dumps(info).encode()
+    body = (len(text) if length is None else length).to_bytes(8, "little") + text + code
+    return _changed(lambda data: data[: data.index(b"\n") + 1] + hashlib.sha256(body).digest() + body)
 
-    def change(data: bytes) -> bytes:
-        body = (len(text) if length is None else length).to_bytes(8, "little") + text + code
-        return data[: data.index(b"\n") + 1] + hashlib.sha256(body).digest() + body
 
-    return change
+def _replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Make damage that puts something else in place of a file."""
+    return lambda path: (path.rename(path.parents[2] / "target"), make(path))
+
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """Return the result of a call that must end within a time."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "the call does not end"
+    return found[0]
 
 
 INFO = {**entry().info, "key": KEY}
-NO_JSON, OTHER_FIELDS, WRONG = "its description is no JSON object", "its description has other fields", "its description "
+NO_JSON, OTHER_FIELDS, WRONG = (
+    "its description is no JSON object",
+    "its description has other fields",
+    "its description ",
+)
+OTHER_KERNEL, NO_FILE = "it is the entry of another kernel", "it cannot be read: it is no regular file"
 WRONG_VALUES = {
     "kernel": (3, "\x1b[31mred", "", "[red]"),
     "arch": (["sm_90"],),
@@ -68,16 +89,16 @@ WRONG_VALUES = {
     "created": ("\x1b]0;title\x07", "\u202eright to left"),
     "versions": (None, {"nvrtc": 12}, {"nvrtc": "12\x9b31m"}),
 }
-DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "a flipped bit in the code": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "wrong checksum"),
-    "a flipped bit in the metadata": (lambda data: data.replace(b"tiny", b"tinz"), "wrong checksum"),
-    "half of it": (lambda data: data[: len(data) // 2], "wrong checksum"),
-    "one byte less": (lambda data: data[:-1], "wrong checksum"),
-    "one byte more": (lambda data: data + b"\0", "wrong checksum"),
-    "only the beginning": (lambda data: data[:25], "wrong checksum"),
-    "nothing": (lambda data: b"", "no entry of this version"),
-    "something else": (lambda data: b"\x7fELF" + data, "no entry of this version"),
-    "an earlier version": (lambda data: b"deepep_rt kernel 1\n" + bytes(100), "no entry of this version"),
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit in the code": (_changed(lambda data: data[:-1] + bytes([data[-1] ^ 1])), "wrong checksum"),
+    "a flipped bit in the metadata": (_changed(lambda data: data.replace(b"tiny", b"tinz")), "wrong checksum"),
+    "half of it": (_changed(lambda data: data[: len(data) // 2]), "wrong checksum"),
+    "one byte less": (_changed(lambda data: data[:-1]), "wrong checksum"),
+    "one byte more": (_changed(lambda data: data + b"\0"), "wrong checksum"),
+    "only the beginning": (_changed(lambda data: data[:25]), "wrong checksum"),
+    "nothing": (_changed(lambda data: b""), "no entry of this version"),
+    "something else": (_changed(lambda data: b"\x7fELF" + data), "no entry of this version"),
+    "an earlier version": (_changed(lambda data: b"deepep_rt kernel 1\n" + bytes(100)), "no entry of this version"),
     **{
         f"the description {text[:20]!r}": (_described(text), NO_JSON)
         for text in (b"", b"{", b"\xff", b"[" * 100_000, b"1" * 5000, b"[]", b"3", b"null")
@@ -93,10 +114,16 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     },
     "no field": (_described(b"{}"), OTHER_FIELDS),
     "one field more": (_described({**INFO, "more": 1}), OTHER_FIELDS),
-    "more code than described": (_described(INFO, code=b"longer than the metadata says"), "it is the entry of another kernel"),
+    "more code than described": (_described(INFO, code=b"longer than the metadata says"), OTHER_KERNEL),
     "a description of 0 bytes": (_described(INFO, length=0), NO_JSON),
     "a description of 2**64 - 1 bytes": (_described(INFO, length=2**64 - 1), NO_JSON),
     "a description that is one byte shorter": (_described(INFO, length=len(json.dumps(INFO)) - 1), NO_JSON),
+    "of another key, such as `route` for other ranks": (_changed(lambda data: pack(entry(OTHER))), OTHER_KERNEL),
+    "of another architecture": (_changed(lambda data: pack(entry(arch="sm_80"))), OTHER_KERNEL),
+    "for all to write": (lambda path: path.chmod(0o646), "every user may write it"),
+    "a link": (_replaced(lambda path: path.symlink_to(path.parents[2] / "target")), NO_FILE),
+    "a FIFO": (_replaced(os.mkfifo), NO_FILE),
+    "a folder": (_replaced(Path.mkdir), NO_FILE),
 }
 """What happens to a file, and the beginning of the reason why a reader refuses it."""
 
@@ -105,86 +132,82 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 def test_a_damaged_entry_is_refused_and_replaced(cache: KernelCache, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     change, expected = DAMAGE[damage]
     path = file_of(cache)
-    path.write_bytes(change(path.read_bytes()))
+    cache.put(entry(OTHER))
+    change(path)
     with caplog.at_level(logging.WARNING, logger="deepep_rt"):
-        assert cache.get("sm_90", KEY) is None
+        assert within(10, lambda: cache.get("sm_90", KEY)) is None
     assert f"{path} is corrupt ({expected}" in caplog.text
-    (listed,) = cache.entries()
+    good, listed = cache.entries()
+    assert good == entry(OTHER)
     assert isinstance(listed, CorruptEntry)
     assert (listed.key, listed.arch) == (KEY, "sm_90")
     assert listed.reason.startswith(expected)
     assert listed.reason.isprintable()
-    cache.put(entry())
-    assert cache.get("sm_90", KEY) == entry()
-    path.write_bytes(change(path.read_bytes()))
-    is_ours = path.read_bytes().startswith(b"deepep_rt kernel ")
-    assert cache.clear() == is_ours, "a file that starts in another way may be of another program"
+    if damage != "a folder":
+        cache.put(entry())
+        assert cache.get("sm_90", KEY) == entry()
+        assert not path.is_symlink()
+        change(path)
+    is_ours = stat.S_ISREG(path.lstat().st_mode) and path.read_bytes().startswith(b"deepep_rt kernel ")
+    assert cache.clear() == 1 + is_ours, "a file that starts in another way may be of another program"
+    assert os.path.lexists(path) != is_ours
 
 
 def test_a_description_with_a_valid_checksum_is_read(cache: KernelCache) -> None:
     """The changes of the table fail for their own reason."""
-    file_of(cache).write_bytes(_described(INFO)(file_of(cache).read_bytes()))
+    _described(INFO)(file_of(cache))
     assert cache.get("sm_90", KEY) == entry()
 
 
 def test_get_returns_what_put_wrote(tmp_path: Path) -> None:
     cache = KernelCache(tmp_path / "new" / "folder")
-    assert cache.entries() == []
-    assert cache.get("sm_90", ENTRY.key) is None
-    cache.put(ENTRY)
-    assert cache.get("sm_90", ENTRY.key) == ENTRY
-    assert cache.get("sm_80", ENTRY.key) is None
+    assert (cache.entries(), cache.clear(), cache.get("sm_90", KEY)) == ([], 0, None)
+    for _ in range(2):
+        cache.put(ENTRY)
+        assert cache.get("sm_90", KEY) == ENTRY
+    assert cache.get("sm_80", KEY) is None
     assert cache.entries() == [ENTRY]
-    assert file_of(cache).exists()
+    assert list((cache.folder / "sm_90").iterdir()) == [file_of(cache)]
+    cache.put(entry(OTHER, "sm_80", kernel="other"))
+    assert [found.arch for found in cache.entries()] == ["sm_80", "sm_90"]
+    assert cache.clear() == 2
 
 
-def test_the_environment_sets_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path / "chosen"))
-    assert KernelCache().folder == tmp_path / "chosen"
-    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    home = tmp_path / "home" / ".cache"
-    for base, folder in (
-        (str(tmp_path / "base"), tmp_path / "base"),
-        ("", home),
-        ("base", home),
-        ("./base", home),
-        ("~/base", home),
-    ):
-        monkeypatch.setenv("XDG_CACHE_HOME", base)
-        assert KernelCache().folder == folder / "deepep_rt"
-
-
-@pytest.mark.parametrize("home", ["", "home", "."])
-def test_an_empty_or_relative_home_counts_as_unset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
-    """Otherwise each folder in which a program starts gets a cache."""
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    accounts = {os.getuid(): SimpleNamespace(pw_dir=str(tmp_path))}
+@pytest.mark.parametrize(
+    ("chosen", "base", "home", "account", "folder"),
+    [
+        ("/chosen", "/base", "/home", "/account", "/chosen"),
+        ("", "/base", "/home", "/account", "/base/deepep_rt"),
+        *(("", base, "/home", "/account", "/home/.cache/deepep_rt") for base in ("", "base", "./base", "~/base")),
+        # An empty or relative HOME counts as unset. Otherwise each folder in which a program starts gets a cache.
+        *(
+            (chosen, None, home, "/account" if folder else "", folder)
+            for chosen, folder in (("", "/account/.cache/deepep_rt"), ("~/x/y", "/account/x/y"), ("~", "/account"), ("~", None))
+            for home in ("", "home", ".")
+        ),
+        ("~nosuchuser/x", None, "/home", "/account", None),
+        (None, None, None, None, None),  # as in a container without an account for the user
+    ],
+)
+def test_the_environment_sets_the_folder(
+    monkeypatch: pytest.MonkeyPatch,
+    chosen: str | None,
+    base: str | None,
+    home: str | None,
+    account: str | None,
+    folder: str | None,
+) -> None:
+    accounts = {} if account is None else {os.getuid(): SimpleNamespace(pw_dir=account)}
     monkeypatch.setattr(pwd, "getpwuid", accounts.__getitem__)
-    for chosen, folder in (("", tmp_path / ".cache" / "deepep_rt"), ("~/x/y", tmp_path / "x" / "y"), ("~", tmp_path)):
-        monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", chosen)
-        assert KernelCache().folder == folder
-    accounts[os.getuid()].pw_dir = ""
-    with pytest.raises(EPConfigError, match="no home folder"):
-        KernelCache()
-
-
-def test_a_missing_home_folder_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", "~nosuchuser/x")
-    with pytest.raises(EPConfigError, match=r"DEEPEP_RT_CACHE_DIR='~nosuchuser/x'; expected .* no home folder"):
-        KernelCache()
-    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container without an account for the user
-    for name in ("DEEPEP_RT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+    for name, value in (("DEEPEP_RT_CACHE_DIR", chosen), ("XDG_CACHE_HOME", base), ("HOME", home)):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(EPConfigError, match=r"DEEPEP_RT_CACHE_DIR=''; expected .* no home folder"):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    if folder is not None:
+        assert KernelCache().folder == Path(folder)
+        return
+    with pytest.raises(EPConfigError, match=rf"DEEPEP_RT_CACHE_DIR='{chosen or ''}'; expected .* no home folder"):
         KernelCache()
-
-
-def test_a_write_leaves_only_the_entry(tmp_path: Path) -> None:
-    KernelCache(tmp_path).put(ENTRY)
-    KernelCache(tmp_path).put(ENTRY)
-    assert [path.name for path in (tmp_path / "sm_90").iterdir()] == [ENTRY.key + SUFFIX]
 
 
 def test_a_failed_write_keeps_the_old_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,39 +238,24 @@ def test_an_entry_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypa
     assert (sizes, named) == ([file_of(KernelCache(tmp_path)).stat().st_size], [False])
 
 
-@pytest.mark.parametrize(
-    "action", [lambda cache: cache.put(ENTRY), lambda cache: cache.locked("sm_90", KEY).__enter__()], ids=["put", "lock"]
-)
-def test_a_folder_that_cannot_be_written_raises(tmp_path: Path, action: Callable[[KernelCache], None]) -> None:
-    (tmp_path / "file").write_text("not a folder")  # even root cannot write below a file
-    cache = KernelCache(tmp_path / "file" / "cache")
-    assert cache.get("sm_90", ENTRY.key) is None
-    with pytest.raises(EPCacheError) as caught:
-        action(cache)
-    assert str(cache.folder) in str(caught.value)
-    assert "DEEPEP_RT_CACHE_DIR" in str(caught.value)
+def _lock(cache: KernelCache) -> bool:
+    with cache.locked("sm_90", KEY, timeout_s=60) as got:
+        return got
 
 
-@pytest.mark.parametrize("action", [KernelCache.entries, KernelCache.clear], ids=["entries", "clear"])
+ACTIONS = {"put": lambda cache: cache.put(ENTRY), "lock": _lock, "entries": KernelCache.entries, "clear": KernelCache.clear}
+
+
 @pytest.mark.parametrize("name", ["file", "file/cache"])
-def test_a_file_in_place_of_the_folder_raises(tmp_path: Path, name: str, action: Callable[[KernelCache], object]) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(EPCacheError, match=r"file.* cannot be read: .*Not a directory.*DEEPEP_RT_CACHE_DIR"):
-        action(KernelCache(tmp_path / name))
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_file_in_place_of_the_folder_raises(tmp_path: Path, name: str, action: str) -> None:
+    (tmp_path / "file").write_text("not a folder")  # even root cannot write below a file
+    cache = KernelCache(tmp_path / name)
+    assert cache.get("sm_90", KEY) is None
+    message = "read: .*Not a directory" if action in ("entries", "clear") else "written: "
+    with pytest.raises(EPCacheError, match=rf"{cache.folder} cannot be {message}.*DEEPEP_RT_CACHE_DIR"):
+        ACTIONS[action](cache)
     assert (tmp_path / "file").read_text() == "not a folder"
-
-
-def test_clear_deletes_everything_and_counts_entries(tmp_path: Path) -> None:
-    cache = KernelCache(tmp_path)
-    assert cache.clear() == 0
-    cache.put(ENTRY)
-    cache.put(entry(OTHER, "sm_80", kernel="other"))
-    with cache.locked("sm_80", OTHER):
-        pass
-    (tmp_path / "sm_80" / f".{OTHER}.0123abcd.tmp").write_bytes(b"")  # left by a process that died
-    assert cache.clear() == 2
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    assert cache.entries() == []
 
 
 def test_two_processes_may_clear_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,14 +301,21 @@ def test_waiting_lasts_longer_than_the_slowest_kernel(tmp_path: Path, monkeypatc
     assert 300 < now < 301
 
 
-@pytest.mark.parametrize("error", ["ENOLCK", "ENOSYS", "EIO", "ESTALE"])
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(getattr(errno, error), "No locks available")
+@pytest.mark.parametrize("obstacle", ["ENOLCK", "ENOSYS", "EIO", "ESTALE", "link", "FIFO"])
+def test_an_entry_that_cannot_be_locked(cache: KernelCache, monkeypatch: pytest.MonkeyPatch, obstacle: str) -> None:
+    lock = file_of(cache).with_suffix(".lock")
 
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    with KernelCache(tmp_path).locked("sm_90", KEY, timeout_s=60) as got:
-        assert not got
+    def unsupported(*_: object) -> None:
+        raise OSError(getattr(errno, obstacle), "No locks available")
+
+    if obstacle == "link":
+        lock.symlink_to("made")
+    elif obstacle == "FIFO":
+        os.mkfifo(lock)
+    else:
+        monkeypatch.setattr(fcntl, "flock", unsupported)
+    assert within(10, lambda: _lock(cache)) is False
+    assert not (lock.parent / "made").exists()
 
 
 def test_a_lock_file_of_another_user_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,21 +354,6 @@ def test_put_succeeds_while_the_cache_is_cleared(tmp_path: Path, monkeypatch: py
     assert len(list((tmp_path / "sm_90").iterdir())) == 1
 
 
-def test_an_entry_under_another_key_is_corrupt(cache: KernelCache, caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise `route` for 4 ranks could be loaded as `route` for 8."""
-    shutil.copy(file_of(cache), file_of(cache, OTHER))
-    assert cache.get("sm_90", OTHER) is None
-    assert "it is the entry of another kernel" in caplog.text
-    assert cache.get("sm_90", KEY) == entry()
-    assert [type(found).__name__ for found in cache.entries()] == ["Entry", "CorruptEntry"]
-
-
-def test_an_entry_of_another_architecture_is_corrupt(cache: KernelCache) -> None:
-    (cache.folder / "sm_80").mkdir()
-    shutil.copy(file_of(cache), file_of(cache, arch="sm_80"))
-    assert cache.get("sm_80", KEY) is None
-
-
 @pytest.mark.parametrize(
     ("kernel", "versions", "is_found"),
     [
@@ -381,21 +381,7 @@ def test_a_file_above_the_limit_is_corrupt(cache: KernelCache, monkeypatch: pyte
     assert reason(cache) == f"it has more than {size - 1} bytes"
 
 
-# --- files of other kinds, links and locks ------------------------------------------------------------------------------------
-
-
-def make_link(path: Path) -> None:
-    path.symlink_to(shutil.copy(path.parent / f"{KEY}{SUFFIX}", path.parents[2] / "target"))
-
-
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Return the result of a call that must end within a time."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert found, "the call does not end"
-    return found[0]
+# --- links, files of other programs, and locks ------------------------------------------------------------------------------------
 
 
 BUILDER = """
@@ -413,42 +399,6 @@ while time.monotonic() < end:
     done += 1
 assert done
 """
-
-
-@pytest.mark.parametrize("make", [make_link, os.mkfifo, Path.mkdir], ids=["link", "FIFO", "folder"])
-def test_only_regular_files_are_entries(cache: KernelCache, make: Callable[[Path], None]) -> None:
-    path = file_of(cache, OTHER)
-    make(path)
-    found = within(10, lambda: cache.get("sm_90", OTHER))
-    assert found is None
-    assert [found.key for found in cache.entries() if isinstance(found, CorruptEntry)] == [OTHER]
-    assert cache.clear() == 1
-    assert os.path.lexists(path)
-
-
-@pytest.mark.parametrize("make", [make_link, os.mkfifo], ids=["link", "FIFO"])
-def test_put_replaces_a_link_or_a_fifo(cache: KernelCache, make: Callable[[Path], None]) -> None:
-    make(file_of(cache, OTHER))
-    cache.put(entry(OTHER))
-    assert cache.get("sm_90", OTHER) == entry(OTHER)
-    assert not file_of(cache, OTHER).is_symlink()
-
-
-def test_a_lock_does_not_follow_a_link(cache: KernelCache, tmp_path: Path) -> None:
-    file_of(cache).with_suffix(".lock").symlink_to(tmp_path / "made")
-    with cache.locked("sm_90", KEY, timeout_s=0.1) as got:
-        assert not got
-    assert not (tmp_path / "made").exists()
-
-
-def test_a_fifo_is_not_locked(cache: KernelCache) -> None:
-    os.mkfifo(file_of(cache).with_suffix(".lock"))
-
-    def lock() -> bool:
-        with cache.locked("sm_90", KEY, timeout_s=0.1) as got:
-            return got
-
-    assert within(10, lock) is False
 
 
 def test_the_folder_of_an_architecture_may_not_be_a_link(cache: KernelCache) -> None:
@@ -595,14 +545,35 @@ def set_owner(cache: KernelCache, monkeypatch: pytest.MonkeyPatch) -> Callable[.
     return give
 
 
-def check_refused(cache: KernelCache, message: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Check that every access raises, and that DEEPEP_RT_TRUST_CACHE turns the error into a warning."""
-    lock = cache.locked("sm_90", KEY)
-    for action in (lambda: cache.get("sm_90", KEY), lambda: cache.put(entry(OTHER)), cache.entries, lock.__enter__):
-        with pytest.raises(EPCacheError, match=message) as caught:
+@pytest.mark.parametrize(
+    ("part", "mode", "owner", "message"),
+    [
+        (".", 0o755, 1234, "user 1234 owns it"),
+        ("sm_90", 0o755, 1234, "user 1234 owns it"),
+        (".", 0o777, 1234, "user 1234 owns it"),
+        ("sm_90", 0o777, 1000, "every user may write it"),
+        ("sm_90", 0o707, 1000, "every user may write it"),
+        ("sm_90", 0o775, 1000, "group 54321 may write it"),
+    ],
+)
+def test_a_folder_that_others_own_or_may_write_raises(
+    cache: KernelCache,
+    set_owner: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    part: str,
+    mode: int,
+    owner: int,
+    message: str,
+) -> None:
+    """Every access raises, unless DEEPEP_RT_TRUST_CACHE turns the error into a warning."""
+    monkeypatch.setattr(trusted_files, "_is_own_group", lambda group: False)
+    monkeypatch.setattr(trusted_files, "_group_name", lambda group: "54321")
+    (cache.folder / part).chmod(mode)
+    set_owner(cache.folder / part, owner)
+    for action in (lambda: cache.get("sm_90", KEY), lambda: cache.put(entry(OTHER)), cache.entries, lambda: _lock(cache)):
+        with pytest.raises(EPCacheError, match=rf"{message}.*DEEPEP_RT_CACHE_DIR.*DEEPEP_RT_TRUST_CACHE=1"):
             action()
-        assert "DEEPEP_RT_CACHE_DIR" in str(caught.value)
-        assert "DEEPEP_RT_TRUST_CACHE=1" in str(caught.value)
     monkeypatch.setenv("DEEPEP_RT_TRUST_CACHE", "1")
     with caplog.at_level(logging.WARNING, logger="deepep_rt"):
         for _ in range(2):
@@ -612,46 +583,9 @@ def check_refused(cache: KernelCache, message: str, monkeypatch: pytest.MonkeyPa
     assert cache.clear() == 1, "deleting runs no code, so clear needs no trust"
 
 
-@pytest.mark.parametrize("part", [".", "sm_90"])
-def test_a_folder_of_another_user_raises(
-    cache: KernelCache,
-    set_owner: Callable[..., None],
-    part: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_an_entry_of_another_user_is_corrupt(
+    cache: KernelCache, set_owner: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_owner(cache.folder / part, 1234)
-    check_refused(cache, "user 1234 owns it", monkeypatch, caplog)
-
-
-def test_a_world_writable_folder_of_another_user_raises(
-    cache: KernelCache, set_owner: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache.folder.chmod(0o777)
-    set_owner(cache.folder, 1234)
-    check_refused(cache, "user 1234 owns it", monkeypatch, caplog)
-
-
-@pytest.mark.parametrize(
-    ("mode", "message"), [(0o777, "every user may write it"), (0o707, "every user"), (0o775, "group 54321 may")]
-)
-def test_a_folder_that_other_users_may_write_raises(
-    cache: KernelCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: int, message: str
-) -> None:
-    monkeypatch.setattr(trusted_files, "_is_own_group", lambda group: False)
-    monkeypatch.setattr(trusted_files, "_group_name", lambda group: "54321")
-    (cache.folder / "sm_90").chmod(mode)
-    check_refused(cache, message, monkeypatch, caplog)
-
-
-def test_an_entry_that_other_users_own_or_may_write_is_corrupt(
-    cache: KernelCache, set_owner: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    file_of(cache).chmod(0o646)
-    assert cache.get("sm_90", KEY) is None
-    assert reason(cache) == "every user may write it"
-    file_of(cache).chmod(0o644)
-    assert cache.get("sm_90", KEY) == entry()
     set_owner(file_of(cache), 1234)
     assert cache.get("sm_90", KEY) is None
     assert reason(cache) == "user 1234 owns it"
