@@ -1,14 +1,12 @@
 """Run the Python blocks of all pages, and check their commands, options, tables, links and file names."""
 
 import functools
-import os
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
-from launch import python_on
+from launch import python_on, run_command
 from paths import ROOT
 from ports import free_port
 from without import without
@@ -91,11 +89,11 @@ def check_cli(words):
 
 @functools.cache
 def help_of(program):
-    done = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
-    if re.search(r"needs (torch|jax): pip install", done.stderr):
+    shown, errors = run_command(sys.executable, program, "--help", status=None)
+    if re.search(r"needs (torch|jax): pip install", errors):
         return None  # without the library, the program does not print its options
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert shown, errors
+    return shown
 
 
 def command(name):
@@ -150,18 +148,15 @@ def test_ci_notices_tests_that_run_nowhere(tmp_path):
         ("", "tests.c", "could not import sphinx"),
         ("tests.d", "test_gives_away", "only root can give files away"),
     )
-    done = subprocess.run([sys.executable, ".ci/skipped.py", quick, full], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 1
-    assert done.stdout.splitlines() == [
+    shown, _ = run_command(sys.executable, ".ci/skipped.py", quick, full, status=1)
+    assert shown.splitlines() == [
         "skipped in every environment: tests.a::test_two: could not import jax",
         "skipped in every environment: tests.c: could not import sphinx",
         "skipped in every environment: tests.d::test_gives_away: only root can give files away",
         "error: 2 tests ran in no environment; expected each in one. Install what they need in .ci/run.",
     ]
     good = junit(tmp_path / "good.xml", ("tests.a", "test_two", None), ("tests.c", "test_four", None))
-    assert not subprocess.run(
-        [sys.executable, ".ci/skipped.py", quick, full, good], stdout=subprocess.DEVNULL, cwd=ROOT
-    ).returncode
+    run_command(sys.executable, ".ci/skipped.py", quick, full, good)
 
 
 def test_example_command_installs_and_runs_the_example():
@@ -178,11 +173,8 @@ def run_python_blocks(text, tmp_path, check="", **environment):
         pytest.importorskip(library)
     script = tmp_path / "blocks.py"
     script.write_text(program)
-    words = python_on(2, script)
-    environment = {**os.environ, "MASTER_PORT": str(free_port()), **environment}  # for blocks with torch.distributed
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return " ".join((done.stdout + done.stderr).split())
+    environment = {"MASTER_PORT": str(free_port()), **environment}  # for blocks with torch.distributed
+    return " ".join(" ".join(run_command(*python_on(2, script), **environment)).split())
 
 
 def test_python_blocks_run_without_extras(tmp_path):
