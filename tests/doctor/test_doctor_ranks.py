@@ -45,27 +45,20 @@ def test_a_wrong_setting_on_one_rank(doctor: Doctor) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_launcher_of_another_mpi(doctor: Doctor, rank: int) -> None:
+def test_a_launcher_of_another_mpi(doctor: Doctor) -> None:
     """Imitate a launcher of another MPI: its variables say two processes, but MPI starts with one."""
-    environment = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
-    library = doctor.json()["ranks"][0]["facts"]["mpi"]["library"]
-    if rank == 0:
-        answer = doctor.json(status=1, **environment)
-        assert f"(Open MPI) started 2 processes, but to mpi4py's MPI ({library}" in found_text(answer, "wrong-mpirun")
-    else:  # one screen for the job, not one for each process that MPI calls rank 0
-        assert doctor.text(**environment) == ""
+    answer = doctor.json(status=1, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    library = answer["ranks"][0]["facts"]["mpi"]["library"]
+    assert f"(Open MPI) started 2 processes, but to mpi4py's MPI ({library}" in found_text(answer, "wrong-mpirun")
+    # One screen for the job, not one for each process that MPI calls rank 0.
+    assert doctor.text(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2") == ""
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_processes_of_torchrun(doctor: Doctor, local_rank: int) -> None:
-    environment = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "2"}
-    if local_rank == 0:
-        answer = doctor.json(**environment)
-        assert levels(answer)["other-launcher"] == "warning"
-        assert "WORLD_SIZE is 2" in found_text(answer, "other-launcher")
-    else:
-        assert doctor.text(**environment) == ""
+def test_processes_of_torchrun(doctor: Doctor) -> None:
+    answer = doctor.json(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2")
+    assert levels(answer)["other-launcher"] == "warning"
+    assert "WORLD_SIZE is 2" in found_text(answer, "other-launcher")
+    assert doctor.text(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2") == ""
 
 
 @pytest.mark.full
