@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ pytest.importorskip("typer")
 
 from doctor_command import Doctor, found_text, levels, program
 from launch import mpirun
-from paths import ROOT
+from without import starting_with
 
 from deepep_rt.doctor import runner
 
@@ -70,11 +69,8 @@ def test_odd_variables_of_torchrun(doctor: Doctor) -> None:
 
 
 def test_an_mpi_that_does_not_start(doctor: Doctor, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif '--gather' in sys.orig_argv:\n    os.write(2, b'no such device\\n')\n    os.abort()\n"
-    )
-    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    answer = doctor.json(status=1, PYTHONPATH=paths)
+    code = "import os, sys\nif '--gather' in sys.orig_argv:\n    os.write(2, b'no such device\\n')\n    os.abort()\n"
+    answer = doctor.json(status=1, **starting_with(tmp_path, code))
     assert found_text(answer, "mpi-does-not-start") == "its process was killed by SIGABRT: no such device"
 
 
@@ -92,7 +88,7 @@ def test_the_end_of_a_child_is_described(errors: str, text: str) -> None:
 
 
 def test_ranks_that_do_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys, time\nif '--gather' in sys.orig_argv:\n    time.sleep(1000)\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    code = "import sys, time\nif '--gather' in sys.orig_argv:\n    time.sleep(1000)\n"
+    monkeypatch.setenv("PYTHONPATH", starting_with(tmp_path, code)["PYTHONPATH"])
     rank, reports, failure, network = runner.gather({"facts": {}, "failures": {}}, limit_s=2)
     assert (rank, len(reports), failure, network) == (0, 1, "the ranks did not find each other within 2 s", None)

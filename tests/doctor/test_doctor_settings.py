@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import venv
 from pathlib import Path
@@ -16,7 +15,7 @@ pytest.importorskip("typer")
 from doctor_command import Doctor, compile_library, found_text, levels, program
 from entries import entry
 from paths import ROOT
-from without import without
+from without import starting_with, without
 
 from deepep_rt import _env
 from deepep_rt.doctor import probes
@@ -129,9 +128,8 @@ def test_without_cuda_packages(doctor: Doctor, tmp_path: Path, gpu_machine: dict
 
 
 def test_an_mpi_library_that_cannot_be_loaded(doctor: Doctor, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mpi4py.MPI'] = None\n")
-    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    assert levels(doctor.json(status=1, PYTHONPATH=paths))["no-mpi4py"] == "error"
+    no_mpi = starting_with(tmp_path, "import sys\nsys.modules['mpi4py.MPI'] = None\n")
+    assert levels(doctor.json(status=1, **no_mpi))["no-mpi4py"] == "error"
 
 
 def test_an_old_nvshmem_that_is_found_first(doctor: Doctor, tmp_path: Path, gpu_machine: dict[str, str]) -> None:
