@@ -17,6 +17,7 @@ from doctor_machines import (
     link,
     machine,
     measured,
+    on_every_rank,
     remove_access,
     report,
     set_facts,
@@ -113,7 +114,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
     ("gpus-on-some-ranks", "error", dict(ranks=4), set_facts_of_rank(2, "driver", **NONE), "no GPU on ranks 2 of 4"),
     ("uneven-hosts", "error", dict(ranks=12, per_host=8), combined(), "host1 holds ranks 8 to 11"),
     ("uneven-hosts", "error", dict(ranks=4, per_host=4),
-     lambda job: [one.update(group=one["rank"] % 2) for one in job.reports], "host0 (rank 0) holds ranks 0, 2"),  # type: ignore[func-returns-value]
+     on_every_rank(lambda one: one.update(group=one["rank"] % 2)), "host0 (rank 0) holds ranks 0, 2"),
     ("uneven-hosts", "error", dict(ranks=16, per_host=16, num_gpus=16), combined(), "0 to 15"),
     ("not-enough-memory", "error", dict(ranks=8), set_nvml(6, free_bytes=10**9),
      "on host0, GPU 60000000 has 1.00 GB free and is to hold 1.56 GB"),
@@ -244,8 +245,8 @@ QUIET: dict[str, tuple[dict[str, Any], Callable[[JobReport], None], dict[str, st
     "parameters that are not known": (ONE_PROCESS, set_facts("network", driver_parameters={}), {}),
     "a name of its own on one host": (dict(ranks=8), set_facts("network", own_addresses=["127.0.0.1"]), {}),
     "a host with an address of each network": (
-        TWO_HOSTS, lambda job: [one["facts"]["network"]["interfaces"].append({"name": "ib0", "address": "10.9.0.2/16", "speed_mbit": None})
-                                for one in job.reports], {}),
+        TWO_HOSTS, on_every_rank(lambda one: one["facts"]["network"]["interfaces"].append(
+            {"name": "ib0", "address": "10.9.0.2/16", "speed_mbit": None})), {}),
     "rates as expected": (
         dict(ranks=16, network=measured(link("near", 0, 1, 5), link("far", 0, 8, 40), gpus={"near": {"0": 330, "1": 335}})),
         combined(), {}),
