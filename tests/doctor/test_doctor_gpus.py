@@ -62,9 +62,6 @@ def test_faults_of_gpus(doctor: Doctor, gpu_machine: dict[str, str], fault: dict
 
 def test_only_nvml_is_broken(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
     pytest.importorskip("pynvml")
-    answer = doctor.json(FAKE_NVML="18", **gpu_machine)
-    assert "version mismatch" in answer["ranks"][0]["facts"]["nvml"]["error"]
-    assert "unknown" not in levels(answer)
     text = doctor.text(FAKE_NVML="18", **gpu_machine)
     assert "? of 150.8" in text
     assert "version mismatch" in text
