@@ -17,33 +17,28 @@ pytest.importorskip("rich")
 PRINT = "from deepep_rt._console import console; print(console(133).width)"
 
 
-def print_width(stdout: int, **environment: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    subprocess.run(
-        [sys.executable, "-c", PRINT],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.DEVNULL,
-        check=True,
-        env={**kept, **environment},
-    )
+@pytest.mark.parametrize(
+    ("columns", "environment", "printed"),
+    [
+        (100, {}, 100),
+        (80, {}, 80),
+        (0, {}, 133),
+        (None, {}, 133),
+        (None, {"COLUMNS": "99"}, 99),
+        (None, {"COLUMNS": "80"}, 133),
+    ],
+)
+def test_width(columns: int | None, environment: dict[str, str], printed: int) -> None:
+    """Print to a terminal with this number of columns, or to a pipe (None).
 
-
-@pytest.mark.parametrize(("columns", "printed"), [(100, 100), (80, 80), (0, 133)])
-def test_a_terminal(columns: int, printed: int) -> None:
-    """Open MPI gives its ranks a terminal without a size, even if their output goes to a file."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
-    print_width(theirs)
+    Open MPI gives its ranks a terminal without a size, even if their output goes to a file.
+    """
+    ours, theirs = os.pipe() if columns is None else pty.openpty()
+    if columns is not None:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
+    rest = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    streams = dict(stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", PRINT], **streams, check=True, env={**rest, **environment})
     assert os.read(ours, 100).split() == [str(printed).encode()]
     os.close(ours)
     os.close(theirs)
-
-
-@pytest.mark.parametrize(("environment", "printed"), [({}, 133), ({"COLUMNS": "99"}, 99), ({"COLUMNS": "80"}, 133)])
-def test_a_log(environment: dict[str, str], printed: int) -> None:
-    ours, theirs = os.pipe()
-    print_width(theirs, **environment)
-    os.close(theirs)
-    with os.fdopen(ours) as output:
-        assert output.read().split() == [str(printed)]

@@ -57,16 +57,24 @@ def test_rates() -> None:
     assert (rates.rank, rates.host, rates.state, rates.age_s, rates.seconds) == (1, "node1", "runs", 1.5, 5.0)
 
 
-def test_the_slow_rank_is_named() -> None:
-    text = verdict(job([0, 0.1, 0, 2.0], [0.1, 0, 0, 2.1], [0.1, 0, 0, 2.05], [0, 0, 0, 0]))
-    assert text == "rank 3 is slow: other ranks waited 41% of the last 5 s for it"
-
-
-def test_two_slow_ranks_are_named() -> None:
-    text = verdict(job([0, 2, 0, 1.5], [0, 0, 0, 1.5], [0, 2, 0, 1.5], [0, 2, 0, 0]))
-    assert text == (
-        "rank 1 is slow: other ranks waited 40% of the last 5 s for it; rank 3 is slow: other ranks waited 30% of the last 5 s for it"
-    )
+@pytest.mark.parametrize(
+    ("waits", "text"),
+    [
+        ([[0, 0.1, 0, 2.0], [0.1, 0, 0, 2.1], [0.1, 0, 0, 2.05], [0, 0, 0, 0]], "rank 3 is slow: other ranks waited 41%"),
+        (
+            [[0, 2, 0, 1.5], [0, 0, 0, 1.5], [0, 2, 0, 1.5], [0, 2, 0, 0]],
+            "rank 1 is slow: other ranks waited 40% of the last 5 s for it; rank 3 is slow: other ranks waited 30%",
+        ),
+        # Rank 0 could not send to rank 2 before rank 1 had come.
+        ([[0, 2, 0], [0, 0, 0], [2, 2, 0]], "rank 1 is slow: other ranks waited 40%"),
+        # Chance beside a slow rank is not named.
+        ([[0, 0.5, 0, 4], [0, 0, 0, 4], [0, 0.6, 0, 4], [0, 0.4, 0, 0]], "rank 3 is slow: other ranks waited 80%"),
+        # This wait began before the interval.
+        ([[0, 60], [0, 0]], "rank 1 is slow: other ranks waited 100%"),
+    ],
+)
+def test_slow_ranks_are_named(waits: list[list[float]], text: str) -> None:
+    assert verdict(job(*waits)) == f"{text} of the last 5 s for it"
 
 
 @pytest.mark.parametrize(
@@ -82,42 +90,26 @@ def test_no_rank_stands_out(waits: list[list[float]]) -> None:
     assert "no rank stands out" in verdict(job(*waits))
 
 
-def test_a_rank_that_waits_itself_is_not_to_blame() -> None:
-    """Rank 0 could not send to rank 2 before rank 1 had come."""
-    text = verdict(job([0, 2, 0], [0, 0, 0], [2, 2, 0]))
-    assert text == "rank 1 is slow: other ranks waited 40% of the last 5 s for it"
+def both(**options: Any) -> list[Snapshot]:
+    return [snapshot(rank, [0, 0], **options) for rank in range(2)]
 
 
-def test_chance_beside_a_slow_rank_is_not_named() -> None:
-    text = verdict(job([0, 0.5, 0, 4], [0, 0, 0, 4], [0, 0.6, 0, 4], [0, 0.4, 0, 0]))
-    assert text.startswith("rank 3 is slow")
-    assert "rank 1" not in text
+SILENT = [*both()[:1], *both(age_s=slow_ranks.STALE_S + 1)[1:]]
 
 
-def test_a_wait_that_began_before_the_interval() -> None:
-    assert verdict(job([0, 60], [0, 0])) == "rank 1 is slow: other ranks waited 100% of the last 5 s for it"
-
-
-def test_ranks_that_write_no_file_any_more() -> None:
-    snapshots = [snapshot(0, [0, 0]), snapshot(1, [0, 0], age_s=slow_ranks.STALE_S + 1)]
-    assert rates_of(snapshots[1], NOW).state == "silent"
-    assert verdict(snapshots) == "ranks that write no file any more: 1. Their processes have ended or hang"
-
-
-def test_ranks_without_a_file() -> None:
-    assert verdict([snapshot(1, [0, 0, 0])]) == "ranks without a file: 0, 2. Let all ranks write to this folder"
-
-
-def test_destroyed_buffers() -> None:
-    ended = [snapshot(rank, [0, 0], has_ended=True, age_s=1000) for rank in range(2)]
-    assert rates_of(ended[0], NOW).state == "destroyed"
-    assert verdict(ended) == "the Buffer was destroyed"
-
-
-def test_a_new_buffer_has_no_interval_yet() -> None:
-    new = [snapshot(rank, [0, 0], seconds=0.0) for rank in range(2)]
-    assert rates_of(new[0], NOW).wait_shares == (0.0, 0.0)
-    assert verdict(new) == "no rank stands out in the last 0 s"
+@pytest.mark.parametrize(
+    ("snapshots", "state", "text"),
+    [
+        (SILENT, "silent", "ranks that write no file any more: 1. Their processes have ended or hang"),
+        ([snapshot(1, [0, 0, 0])], "runs", "ranks without a file: 0, 2. Let all ranks write to this folder"),
+        (both(has_ended=True, age_s=1000), "destroyed", "the Buffer was destroyed"),
+        (both(seconds=0.0), "runs", "no rank stands out in the last 0 s"),
+    ],
+)
+def test_the_state_of_files(snapshots: list[Snapshot], state: str, text: str) -> None:
+    rates = rates_of(snapshots[-1], NOW)
+    assert (rates.state, max(rates.wait_shares)) == (state, 0.0)
+    assert verdict(snapshots) == text
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------------------

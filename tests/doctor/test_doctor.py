@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import re
 import shlex
 import sys
@@ -18,7 +17,6 @@ from doctor_command import Doctor, found_text, program
 from paths import ROOT
 
 from deepep_rt import Buffer
-from deepep_rt.cli import app as cli
 from deepep_rt.doctor import report as doctor_report
 from deepep_rt.doctor import runner
 
@@ -45,6 +43,14 @@ def test_facts_are_those_of_the_installation(doctor: Doctor) -> None:
     assert answer["size_hint"] == Buffer.size_hint(8, **sizes)
 
 
+@pytest.fixture
+def facts_at_once(probed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let doctor take the facts that are there, and start no process."""
+    monkeypatch.setattr(doctor_report, "run_probes", lambda: probed)
+    monkeypatch.setattr(doctor_report, "gather", lambda report, network: (0, [{**report, **runner.ALONE}], None, None))
+
+
+@pytest.mark.usefixtures("facts_at_once")
 def test_sizes_are_options(doctor: Doctor) -> None:
     options = ["--ranks", "4", "--tokens", "128", "--hidden", "512", "--topk", "4", "--experts", "16"]
     options += ["--dtype", "float32", "--slots", "3", "--low-latency"]
@@ -59,17 +65,12 @@ def test_sizes_are_options(doctor: Doctor) -> None:
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--tokens", "--hidden", "--topk", "--experts", "--slots", "--ranks-per-node"])
-def test_a_size_of_zero_is_not_the_default(
-    probed: dict[str, Any], option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor_report, "run_probes", lambda: probed)
-    monkeypatch.setattr(doctor_report, "gather", lambda report, network: (0, [{**report, **runner.ALONE}], None, None))
-    with pytest.raises(SystemExit) as caught:
-        cli.run(["doctor", "--json", option, "0"])
-    assert caught.value.code == 1
-    assert "=0; expected" in found_text(json.loads(capsys.readouterr().out), "wrong-sizes")
+@pytest.mark.usefixtures("facts_at_once")
+def test_a_size_of_zero_is_not_the_default(doctor: Doctor, option: str) -> None:
+    assert "=0; expected" in found_text(doctor.json(option, "0", status=1), "wrong-sizes")
 
 
+@pytest.mark.usefixtures("facts_at_once")
 def test_the_last_line_names_the_page(doctor: Doctor) -> None:
     last = doctor.text("--ranks", "0", status=1).strip().splitlines()[-1]
     (page,) = re.findall(r"\S+\.md", last)

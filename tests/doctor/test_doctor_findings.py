@@ -17,6 +17,7 @@ from doctor_machines import (
     link,
     machine,
     measured,
+    on_every_rank,
     remove_access,
     report,
     set_facts,
@@ -45,12 +46,32 @@ def test_a_healthy_machine_has_no_findings(ranks: int, backend: str) -> None:
     assert found(machine(ranks, backend=backend)) == {}
 
 
+def hide_gpus_but_from_nvml(access: bool | None) -> Callable[[JobReport], None]:
+    """Hide all GPUs but one from the driver of each rank. `access`: what NVML on rank 0 says of the first two."""
+
+    def change(job: JobReport) -> None:
+        hide_other_gpus(job)
+        job.reports[1]["facts"]["nvml"]["access"] = [[True] * 8] * 8
+        job.reports[0]["facts"]["nvml"]["access"] = [[True, access] + [True] * 6, [access] + [True] * 7]
+
+    return change
+
+
+def give_each_rank_a_container(job: JobReport) -> None:
+    """Hide all GPUs but one, from NVML too."""
+    hide_other_gpus(job)
+    for rank, one in enumerate(job.reports):
+        nvml = one["facts"]["nvml"]
+        nvml.update(gpus=nvml["gpus"][rank : rank + 1], paths=[["-"]], access=[[True]])
+
+
 NONE = dict(gpus=[], access=[])
 NO_DRIVER = combined(
     set_facts("driver", library=None, error="libcuda.so.1: no such file", init=None, **NONE), set_facts("nvml", gpus=[], paths=[])
 )
 DOWN = [{"port": "1", "state": "DOWN", "rate": "", "link": ""}]
 ONE_PROCESS, TWO_HOSTS, NO_SHARING = dict(ranks=1), dict(ranks=16), dict(ranks=8, num_gpus=4)
+GROUPS_OF_4 = dict(ranks=8, sizes={**SIZES, "ranks_per_node": 4})
 
 # Type, level, machine, fault and text of each finding.
 CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] = [
@@ -84,6 +105,8 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
     ("mig", "error", dict(ranks=2), set_gpus(name="NVIDIA H200 MIG 1g.18gb"), "MIG 1g.18gb"),
     ("no-peer-access", "error", dict(ranks=8), remove_access(2, 5), "20000000 and 50000000"),
     ("no-peer-access", "warning", ONE_PROCESS, remove_access(2, 5), "20000000 and 50000000"),
+    ("neighbours-hidden", "warning", dict(ranks=2), hide_other_gpus, "00000000 and 10000000"),
+    ("neighbours-hidden", "error", dict(ranks=2), give_each_rank_a_container, "00000000 and 10000000"),
     ("no-nvlink", "warning", dict(ranks=8), set_paths("SYS"), "(SYS)"),
     ("nvlink-uneven", "warning", dict(ranks=8), set_nvml(3, nvlinks=16), "30000000 has 16 active NVLinks of 18"),
     ("shared-gpu", "error", NO_SHARING, combined(), "ranks 0, 4 would use GPU"),
@@ -91,7 +114,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
     ("gpus-on-some-ranks", "error", dict(ranks=4), set_facts_of_rank(2, "driver", **NONE), "no GPU on ranks 2 of 4"),
     ("uneven-hosts", "error", dict(ranks=12, per_host=8), combined(), "host1 holds ranks 8 to 11"),
     ("uneven-hosts", "error", dict(ranks=4, per_host=4),
-     lambda job: [one.update(group=one["rank"] % 2) for one in job.reports], "host0 (rank 0) holds ranks 0, 2"),  # type: ignore[func-returns-value]
+     on_every_rank(lambda one: one.update(group=one["rank"] % 2)), "host0 (rank 0) holds ranks 0, 2"),
     ("uneven-hosts", "error", dict(ranks=16, per_host=16, num_gpus=16), combined(), "0 to 15"),
     ("not-enough-memory", "error", dict(ranks=8), set_nvml(6, free_bytes=10**9),
      "on host0, GPU 60000000 has 1.00 GB free and is to hold 1.56 GB"),
@@ -174,6 +197,13 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
 ]  # fmt: skip
 
 
+ALONE = {
+    "no-gpu", "driver-fails", "driver-too-old", "gpu-too-old", "no-nvlink", "shared-gpu", "nvshmem-mismatch", "cache-corrupt",
+    "no-mpirun", "other-launcher",
+}  # fmt: skip
+"""Faults that make no other findings."""
+
+
 @pytest.mark.parametrize(("kind", "level", "options", "change", "text"), CASES, ids=[f"{c[0]}-{n}" for n, c in enumerate(CASES)])
 def test_faults_are_found(kind: str, level: str, options: dict, change: Callable[[JobReport], None], text: str) -> None:
     job = machine(**options)
@@ -182,6 +212,7 @@ def test_faults_are_found(kind: str, level: str, options: dict, change: Callable
     assert matching, found(job)
     assert {finding.level for finding in matching} == {level}
     assert any(text in finding.what for finding in matching), matching
+    assert kind not in ALONE or list(found(job)) == [kind]
 
 
 # States that are no fault, or none with this backend, and all findings.
@@ -214,8 +245,8 @@ QUIET: dict[str, tuple[dict[str, Any], Callable[[JobReport], None], dict[str, st
     "parameters that are not known": (ONE_PROCESS, set_facts("network", driver_parameters={}), {}),
     "a name of its own on one host": (dict(ranks=8), set_facts("network", own_addresses=["127.0.0.1"]), {}),
     "a host with an address of each network": (
-        TWO_HOSTS, lambda job: [one["facts"]["network"]["interfaces"].append({"name": "ib0", "address": "10.9.0.2/16", "speed_mbit": None})
-                                for one in job.reports], {}),
+        TWO_HOSTS, on_every_rank(lambda one: one["facts"]["network"]["interfaces"].append(
+            {"name": "ib0", "address": "10.9.0.2/16", "speed_mbit": None})), {}),
     "rates as expected": (
         dict(ranks=16, network=measured(link("near", 0, 1, 5), link("far", 0, 8, 40), gpus={"near": {"0": 330, "1": 335}})),
         combined(), {}),
@@ -229,6 +260,24 @@ QUIET: dict[str, tuple[dict[str, Any], Callable[[JobReport], None], dict[str, st
     "threads that no node needs": (dict(ranks=8), set_threads("single"), {}),
     "an NVSHMEM whose version is not known": (ONE_PROCESS, set_facts("nvshmem_device", version="unknown"), {}),
     "a library that is missing is no probe that failed": (ONE_PROCESS, fail_probe("nvrtc"), {"no-cuda-packages": "error"}),
+    # WORLD_SIZE may be set under mpirun, and may count the ranks of several jobs.
+    "a launch that MPI knows": (dict(ranks=2), set_other_launch(2, 0), {}),
+    "a launch of several jobs": (dict(ranks=2), set_other_launch(4, 0), {}),
+    "a launch of one rank": (ONE_PROCESS, set_other_launch(1, 0), {}),
+    "a wrong mpirun, and another launcher": (
+        dict(ranks=2), combined(keep_one_rank, set_other_launch(2, 0)), {"wrong-mpirun": "error"}),
+    "patch releases of NVRTC, which a driver does not report": (
+        ONE_PROCESS,
+        combined(set_facts("nvrtc", version="13.1.115"), set_facts("settings", variables={"DEEPEP_RT_ARCH": "compute_80"})), {}),
+    "groups that NVSHMEM connects need no path": (GROUPS_OF_4, remove_access(3, 4), {}),
+    "a group without a path": (GROUPS_OF_4, remove_access(4, 5), {"no-peer-access": "error"}),
+    # NVSHMEM asks NVML about GPUs that only one rank sees. Different variables make no other finding.
+    "GPUs that only one rank sees": (dict(ranks=2), hide_other_gpus, {"neighbours-hidden": "warning"}),
+    "GPUs that only NVML sees": (dict(ranks=2), hide_gpus_but_from_nvml(True), {"neighbours-hidden": "note"}),
+    "GPUs of which NVML does not know the access": (dict(ranks=2), hide_gpus_but_from_nvml(None), {"neighbours-hidden": "warning"}),
+    "GPUs without access": (dict(ranks=2), hide_gpus_but_from_nvml(False), {"neighbours-hidden": "error"}),
+    "paths of GPUs that NVML sees": (
+        dict(ranks=2), combined(hide_other_gpus, set_paths("PIX")), {"neighbours-hidden": "warning", "no-nvlink": "warning"}),
 }  # fmt: skip
 
 
@@ -241,20 +290,6 @@ def test_states_without_fault_have_no_finding(
     assert found(job) == expected
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (2, 4), (1, 1)])
-def test_ranks_that_mpi_knows_have_no_other_launcher(ranks: int, size: int) -> None:
-    """WORLD_SIZE may be set under mpirun, and may count the ranks of several jobs."""
-    job = machine(ranks)
-    set_other_launch(size, 0)(job)
-    assert found(job) == {}
-
-
-def test_a_wrong_mpirun_has_one_finding() -> None:
-    job = machine(2)
-    combined(keep_one_rank, set_other_launch(2, 0))(job)
-    assert found(job) == {"wrong-mpirun": "error"}
-
-
 @pytest.mark.parametrize("kind", ["no-gpu", "gpu-hidden"])
 def test_the_meaning_of_a_missing_gpu_names_each_backend(kind: str) -> None:
     """The text belongs to a note and, with --backend cuda, to an error."""
@@ -264,37 +299,8 @@ def test_the_meaning_of_a_missing_gpu_names_each_backend(kind: str) -> None:
     assert "if that is meant" not in FINDING_TYPES[kind].remedy
 
 
-def test_patch_releases_of_nvrtc_are_no_newer_cuda() -> None:
-    """A driver does not report patch releases."""
-    job = machine(1)
-    combined(set_facts("nvrtc", version="13.1.115"), set_facts("settings", variables={"DEEPEP_RT_ARCH": "compute_80"}))(job)
-    assert found(job) == {}
-
-
 def test_every_kind_has_a_case() -> None:
-    assert {case[0] for case in CASES} | {"neighbours-hidden"} == set(FINDING_TYPES)
-
-
-# Faults that make no other findings.
-ALONE = {
-    "no-gpu",
-    "driver-fails",
-    "driver-too-old",
-    "gpu-too-old",
-    "no-nvlink",
-    "shared-gpu",
-    "nvshmem-mismatch",
-    "cache-corrupt",
-    "no-mpirun",
-    "other-launcher",
-}
-
-
-@pytest.mark.parametrize(("kind", "options", "change"), [(c[0], c[2], c[3]) for c in CASES if c[0] in ALONE])
-def test_one_fault_makes_one_finding(kind: str, options: dict, change: Callable[[JobReport], None]) -> None:
-    job = machine(**options)
-    change(job)
-    assert list(found(job)) == [kind]
+    assert {case[0] for case in CASES} == set(FINDING_TYPES)
 
 
 @pytest.mark.parametrize("backend", ["auto", "cuda", "host"])
@@ -345,44 +351,6 @@ def test_differences_name_every_value_and_its_ranks() -> None:
         "NVSHMEM_DEBUG": {"(none)": [0, 2, 3], "INFO": [1]},
         "kernel cache": {"/cache": [0, 1, 2], "/other": [3]},
     }
-
-
-def test_gpus_that_only_one_rank_sees() -> None:
-    job = machine(2)
-    hide_other_gpus(job)
-    (finding,) = findings(job)
-    assert (finding.type.name, finding.level) == ("neighbours-hidden", "warning"), "different variables make no other finding"
-    assert "00000000 and 10000000" in finding.what
-    set_paths("PIX")(job)  # NVML sees all of them
-    assert set(found(job)) == {"neighbours-hidden", "no-nvlink"}
-
-
-@pytest.mark.parametrize(("access", "level"), [(True, "note"), (None, "warning"), (False, "error")])
-def test_gpus_that_only_nvml_sees(access: bool | None, level: str) -> None:
-    """NVSHMEM asks NVML about these GPUs."""
-    job = machine(2)
-    hide_other_gpus(job)
-    job.reports[1]["facts"]["nvml"]["access"] = [[True] * 8] * 8
-    job.reports[0]["facts"]["nvml"]["access"] = [[True, access] + [True] * 6, [access] + [True] * 7]
-    assert found(job) == {"neighbours-hidden": level}
-
-
-def test_gpus_that_nvml_does_not_see() -> None:
-    """Imitate containers with a GPU each."""
-    job = machine(2)
-    hide_other_gpus(job)
-    for rank, one in enumerate(job.reports):
-        nvml = one["facts"]["nvml"]
-        nvml.update(gpus=nvml["gpus"][rank : rank + 1], paths=[["-"]], access=[[True]])
-    assert found(job)["neighbours-hidden"] == "error"
-
-
-def test_groups_that_nvshmem_connects_need_no_path() -> None:
-    job = machine(8, sizes={**SIZES, "ranks_per_node": 4})
-    remove_access(3, 4)(job)
-    assert found(job) == {}
-    remove_access(4, 5)(job)
-    assert found(job) == {"no-peer-access": "error"}
 
 
 def test_memory_is_that_of_a_buffer_over_several_hosts() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from pathlib import Path
@@ -16,6 +15,7 @@ from doctor_command import Doctor, program
 from doctor_machines import SIZES, link, machine, measured, set_facts, set_gpus, set_nic, set_nvml, set_paths, set_threads
 from launch import python_on, run_checks
 from paths import ROOT
+from without import starting_with
 
 from deepep_rt.description import BufferDescription, LinkRates
 from deepep_rt.doctor import addresses, network_facts, network_rates, report, runner, screen
@@ -40,12 +40,9 @@ def test_two_ranks_as_declared_by_the_environment(doctor: Doctor) -> None:
 
 
 def test_a_part_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hang = "announce('far, rank 0 with rank 1'), time.sleep(1000)"
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys, time\nif '--gather' in sys.orig_argv:\n    import deepep_rt.doctor.network_rates as rates\n"
-        f"    rates.measure = lambda *_, announce, **__: ({hang})\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    code = "import sys, time\nif '--gather' in sys.orig_argv:\n    import deepep_rt.doctor.network_rates as rates\n"
+    code += "    rates.measure = lambda *_, announce, **__: (announce('far, rank 0 with rank 1'), time.sleep(1000))\n"
+    monkeypatch.setenv("PYTHONPATH", starting_with(tmp_path, code)["PYTHONPATH"])
     rank, reports, failure, network = runner.gather({"facts": {}, "failures": {}}, 4, runner.NetworkRequest(limit_s=1))
     assert (rank, len(reports), failure) == (0, 1, None)
     assert reports[0]["mpi_threads"] == "multiple"
@@ -199,6 +196,9 @@ def test_rates_between_gpus_of_different_nodes() -> None:
     gpus["far"]["transport"] = "nvshmem"
     declared = network_facts.link_summaries(machine(8, network=measured(gpus=gpus, per_node=4, ranks=8)))
     assert [found.kind.about for found in declared if found.kind] == ["18 NVLinks"] * 2
+    alone = machine(1, network=measured(ranks=1, per_node=1))
+    set_facts("network", nics=[])(alone)
+    assert network_facts.link_summaries(alone) == []
 
 
 # --- transports --------------------------------------------------------------------------------------------------------------------
@@ -284,9 +284,3 @@ def test_addresses_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {each["name"] for each in addresses.interfaces()} <= names
     assert addresses.own_addresses("localhost")
     assert addresses.own_addresses("no-such-host.invalid") == []
-
-
-def test_rates_of_one_rank_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = machine(1, network=measured(ranks=1, per_node=1))
-    set_facts("network", nics=[])(job)
-    assert network_facts.link_summaries(job) == []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import run_command
 from paths import ROOT
 
 from deepep_rt.doctor.catalog import FINDING_TYPES, FindingType
@@ -18,11 +18,6 @@ from deepep_rt.doctor.catalog import FINDING_TYPES, FindingType
 DOCS = ROOT / "docs"
 PAGE = (DOCS / "when-it-does-not-work.md").read_text()
 WRITER = runpy.run_path(str(ROOT / ".ci/doctor_page.py"))
-
-
-def _as_on_the_page(text: str) -> str:
-    """Write this checkout as the current folder."""
-    return text.replace(str(ROOT), ".")
 
 
 def test_the_page_is_the_one_that_the_command_writes() -> None:
@@ -54,18 +49,7 @@ def test_the_examples_have_todays_texts() -> None:
     for name, text in shown:
         shown = " ".join(text.split())
         assert FINDING_TYPES[name].meaning in shown, name
-        assert f"What to do: {_as_on_the_page(FINDING_TYPES[name].remedy)}" in shown, name
-
-
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([\w./-]+\.md)?(?:#([\w-]+))?\)", page.read_text()):
-        other = page.parent / target if target else page
-        assert other.is_file(), target
-        headings = {
-            re.sub(r"[^\w -]", "", h).strip().lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", other.read_text(), re.M)
-        }
-        assert not anchor or anchor in headings, f"{target}#{anchor}"
+        assert f"What to do: {FINDING_TYPES[name].remedy}".replace(str(ROOT), ".") in shown, name
 
 
 _QUICK = ("python -m deepep_rt doctor", 'mpirun -n 2 python -c "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"')
@@ -90,12 +74,9 @@ def test_commands_run(command: str) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     # Without these, Open MPI refuses to run as root and to start more ranks than cores.
     mpi = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe"), "1")
-    environment = {**os.environ, **mpi, "PATH": path}
-    done = subprocess.run(
-        command, shell=True, env=environment, cwd=DOCS.parent, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert "Traceback" not in done.stdout + done.stderr
+    printed, errors = run_command("sh", "-c", command, status=None, PATH=path, **mpi)
+    assert "Traceback" not in printed + errors
     if "COMM_WORLD" in command:
-        assert "".join(done.stdout.split()) == "22", "two ranks, whose lines may be mixed"
+        assert "".join(printed.split()) == "22", "two ranks, whose lines may be mixed"
     else:
-        assert "Broken: " in done.stdout or "Usable" in done.stdout or '"status"' in done.stdout, done.stderr
+        assert "Broken: " in printed or "Usable" in printed or '"status"' in printed, errors

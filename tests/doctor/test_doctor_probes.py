@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 pytest.importorskip("typer")
 
 from doctor_command import Doctor, found_text
-from paths import ROOT
+from without import starting_with
 
 from deepep_rt.doctor import gpus, probes, runner
 
@@ -33,10 +32,9 @@ def test_a_probe_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, gpu_mach
 
 
 def test_prints_of_libraries_are_ignored(tmp_path: Path, doctor: Doctor) -> None:
-    (tmp_path / "sitecustomize.py").write_text('print(\'{"name": "noise"}\', flush=True)')
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    noise = starting_with(tmp_path, 'print(\'{"name": "noise"}\', flush=True)')
     done = doctor.run(
-        [sys.executable, "-c", "from deepep_rt.doctor import runner; print(runner.run_probes(['settings']))"], PYTHONPATH=paths
+        [sys.executable, "-c", "from deepep_rt.doctor import runner; print(runner.run_probes(['settings']))"], **noise
     )
     assert "'failures': {}" in done.stdout
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ pytest.importorskip("typer")
 
 from doctor_command import Doctor, found_text, levels, program
 from launch import mpirun
-from paths import ROOT
+from without import starting_with
 
 from deepep_rt.doctor import runner
 
@@ -45,27 +44,20 @@ def test_a_wrong_setting_on_one_rank(doctor: Doctor) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_launcher_of_another_mpi(doctor: Doctor, rank: int) -> None:
+def test_a_launcher_of_another_mpi(doctor: Doctor) -> None:
     """Imitate a launcher of another MPI: its variables say two processes, but MPI starts with one."""
-    environment = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
-    library = doctor.json()["ranks"][0]["facts"]["mpi"]["library"]
-    if rank == 0:
-        answer = doctor.json(status=1, **environment)
-        assert f"(Open MPI) started 2 processes, but to mpi4py's MPI ({library}" in found_text(answer, "wrong-mpirun")
-    else:  # one screen for the job, not one for each process that MPI calls rank 0
-        assert doctor.text(**environment) == ""
+    answer = doctor.json(status=1, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="2")
+    library = answer["ranks"][0]["facts"]["mpi"]["library"]
+    assert f"(Open MPI) started 2 processes, but to mpi4py's MPI ({library}" in found_text(answer, "wrong-mpirun")
+    # One screen for the job, not one for each process that MPI calls rank 0.
+    assert doctor.text(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2") == ""
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_processes_of_torchrun(doctor: Doctor, local_rank: int) -> None:
-    environment = {"RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "2"}
-    if local_rank == 0:
-        answer = doctor.json(**environment)
-        assert levels(answer)["other-launcher"] == "warning"
-        assert "WORLD_SIZE is 2" in found_text(answer, "other-launcher")
-    else:
-        assert doctor.text(**environment) == ""
+def test_processes_of_torchrun(doctor: Doctor) -> None:
+    answer = doctor.json(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2")
+    assert levels(answer)["other-launcher"] == "warning"
+    assert "WORLD_SIZE is 2" in found_text(answer, "other-launcher")
+    assert doctor.text(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2") == ""
 
 
 @pytest.mark.full
@@ -77,11 +69,8 @@ def test_odd_variables_of_torchrun(doctor: Doctor) -> None:
 
 
 def test_an_mpi_that_does_not_start(doctor: Doctor, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif '--gather' in sys.orig_argv:\n    os.write(2, b'no such device\\n')\n    os.abort()\n"
-    )
-    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    answer = doctor.json(status=1, PYTHONPATH=paths)
+    code = "import os, sys\nif '--gather' in sys.orig_argv:\n    os.write(2, b'no such device\\n')\n    os.abort()\n"
+    answer = doctor.json(status=1, **starting_with(tmp_path, code))
     assert found_text(answer, "mpi-does-not-start") == "its process was killed by SIGABRT: no such device"
 
 
@@ -99,7 +88,7 @@ def test_the_end_of_a_child_is_described(errors: str, text: str) -> None:
 
 
 def test_ranks_that_do_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys, time\nif '--gather' in sys.orig_argv:\n    time.sleep(1000)\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    code = "import sys, time\nif '--gather' in sys.orig_argv:\n    time.sleep(1000)\n"
+    monkeypatch.setenv("PYTHONPATH", starting_with(tmp_path, code)["PYTHONPATH"])
     rank, reports, failure, network = runner.gather({"facts": {}, "failures": {}}, limit_s=2)
     assert (rank, len(reports), failure, network) == (0, 1, "the ranks did not find each other within 2 s", None)

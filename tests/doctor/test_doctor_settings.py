@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import venv
 from pathlib import Path
@@ -16,38 +15,42 @@ pytest.importorskip("typer")
 from doctor_command import Doctor, compile_library, found_text, levels, program
 from entries import entry
 from paths import ROOT
-from without import without
+from without import starting_with, without
 
 from deepep_rt import _env
+from deepep_rt.doctor import probes
 from deepep_rt.jit.store import SUFFIX, KernelCache
 
 
-def test_invalid_settings(doctor: Doctor) -> None:
-    answer = doctor.json(status=1, DEEPEP_RT_TIMEOUT_S="-3", DEEPEP_RT_ARCH="hopper")
-    assert "DEEPEP_RT_TIMEOUT_S='-3'; expected a number of seconds" in found_text(answer, "wrong-setting")
-    assert "DEEPEP_RT_ARCH: arch='hopper'" in found_text(answer, "wrong-setting")
-    answer = doctor.json(status=1, DEEPEP_RT_TIMEOUT_S="inf", DEEPEP_RT_ARCH="sm_70")
-    assert "DEEPEP_RT_TIMEOUT_S='inf'; expected a number of seconds" in found_text(answer, "wrong-setting")
-    assert "DEEPEP_RT_ARCH: arch='sm_70'; expected sm_80 or newer" in found_text(answer, "wrong-setting")
+@pytest.mark.parametrize(
+    ("name", "value", "mistake"),
+    [
+        ("DEEPEP_RT_TIMEOUT_S", "-3", "DEEPEP_RT_TIMEOUT_S='-3'; expected a number of seconds"),
+        ("DEEPEP_RT_DEBUG", "maybe", "DEEPEP_RT_DEBUG='maybe'"),
+        ("DEEPEP_RT_ASSERT_CACHED", "perhaps", "DEEPEP_RT_ASSERT_CACHED='perhaps'"),
+        ("DEEPEP_RT_CACHE_DIR", "~nosuchuser/x", "DEEPEP_RT_CACHE_DIR="),
+        ("DEEPEP_RT_ARCH", "hopper", "DEEPEP_RT_ARCH: arch='hopper'"),
+        ("DEEPEP_RT_ARCH", "sm_70", "DEEPEP_RT_ARCH: arch='sm_70'; expected sm_80 or newer"),
+        ("DEEPEP_RT_ARCH", "sm_999", r"DEEPEP_RT_ARCH: arch='sm_999'; expected one that NVRTC \S+ knows: .*sm_90"),
+        ("DEEPEP_RT_ARCH", "compute_90", None),
+    ],
+)
+def test_mistakes_in_settings(name: str, value: str, mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.setenv(name, value)
+    mistakes = probes.settings()["mistakes"]
+    assert len(mistakes) == (mistake is not None)
+    assert not mistake or re.match(mistake, mistakes[0]), mistakes
+
+
+def test_mistakes_become_findings(doctor: Doctor) -> None:
     answer = doctor.json(
-        status=1, DEEPEP_RT_TIMEOUT_S="abc", DEEPEP_RT_DEBUG="maybe", DEEPEP_RT_ASSERT_CACHED="perhaps", DEEPEP_RT_TIMEOUT="5"
+        status=1, DEEPEP_RT_TIMEOUT_S="abc", DEEPEP_RT_DEBUG="maybe", DEEPEP_RT_ARCH="hopper", DEEPEP_RT_TIMEOUT="5"
     )
     text = found_text(answer, "wrong-setting")
-    assert all(value in text for value in ("'abc'", "'maybe'", "'perhaps'"))
+    assert all(value in text for value in ("'abc'", "'maybe'", "'hopper'"))
     assert found_text(answer, "unknown-setting") == "DEEPEP_RT_TIMEOUT"
     assert "probe-failed" not in levels(answer)
-    assert found_text(doctor.json(status=1, DEEPEP_RT_CACHE_DIR="~nosuchuser/x"), "wrong-setting").startswith(
-        "DEEPEP_RT_CACHE_DIR="
-    )
-
-
-def test_an_architecture_that_the_compiler_does_not_know(doctor: Doctor, tmp_path: Path) -> None:
-    pytest.importorskip("cuda.bindings.nvrtc")
-    text = found_text(doctor.json(status=1, DEEPEP_RT_ARCH="sm_999"), "wrong-setting")
-    assert re.match(r"DEEPEP_RT_ARCH: arch='sm_999'; expected one that NVRTC \S+ knows: .*sm_90", text)
-    assert levels(doctor.json(DEEPEP_RT_ARCH="compute_90")).keys().isdisjoint({"wrong-setting"})
-    without_nvrtc = levels(doctor.json(**without(tmp_path, "cuda"), DEEPEP_RT_ARCH="sm_999"))
-    assert without_nvrtc.keys().isdisjoint({"wrong-setting", "probe-failed"}), "without NVRTC its architectures are unknown"
 
 
 @pytest.mark.parametrize("name", list(_env._READERS))
@@ -116,17 +119,17 @@ def test_without_mpi4py(doctor: Doctor, tmp_path: Path) -> None:
 
 def test_without_cuda_packages(doctor: Doctor, tmp_path: Path, gpu_machine: dict[str, str]) -> None:
     blocked = without(tmp_path, "cuda")
-    found = levels(doctor.json("--backend", "host", **blocked))
+    found = levels(doctor.json("--backend", "host", DEEPEP_RT_ARCH="sm_999", **blocked))
     assert (found["no-cuda-packages"], found["no-nvshmem"]) == ("note", "note"), "the host backend needs neither"
+    assert found.keys().isdisjoint({"wrong-setting", "probe-failed"}), "without NVRTC its architectures are unknown"
     answer = doctor.json(status=1, **blocked, **gpu_machine)
     assert (levels(answer)["no-cuda-packages"], levels(answer)["no-nvshmem"]) == ("error", "error")
     assert len(answer["ranks"][0]["facts"]["driver"]["gpus"]) == 8, "the driver is read without these packages"
 
 
 def test_an_mpi_library_that_cannot_be_loaded(doctor: Doctor, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mpi4py.MPI'] = None\n")
-    paths = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    assert levels(doctor.json(status=1, PYTHONPATH=paths))["no-mpi4py"] == "error"
+    no_mpi = starting_with(tmp_path, "import sys\nsys.modules['mpi4py.MPI'] = None\n")
+    assert levels(doctor.json(status=1, **no_mpi))["no-mpi4py"] == "error"
 
 
 def test_an_old_nvshmem_that_is_found_first(doctor: Doctor, tmp_path: Path, gpu_machine: dict[str, str]) -> None:

@@ -84,25 +84,24 @@ def measured(*links: dict[str, Any], per_node: int = 8, ranks: int = 16, **more:
     return {"nodes": nodes, "links": list(links), **more}
 
 
+def on_every_rank(change: Callable[[dict[str, Any]], object]) -> Callable[[JobReport], None]:
+    """Change the report of every rank."""
+
+    def change_all(job: JobReport) -> None:
+        for one in job.reports:
+            change(one)
+
+    return change_all
+
+
 def set_facts(probe: str, **facts: Any) -> Callable[[JobReport], None]:
     """Change facts on every rank."""
-
-    def change(job: JobReport) -> None:
-        for one in job.reports:
-            one["facts"][probe].update(copy.deepcopy(facts))
-
-    return change
+    return on_every_rank(lambda one: one["facts"][probe].update(copy.deepcopy(facts)))
 
 
 def fail_probe(probe: str, why: str = "RuntimeError: broken") -> Callable[[JobReport], None]:
     """Make a probe fail on every rank."""
-
-    def change(job: JobReport) -> None:
-        for one in job.reports:
-            del one["facts"][probe]
-            one["failures"][probe] = why
-
-    return change
+    return on_every_rank(lambda one: (one["facts"].pop(probe), one["failures"].update({probe: why})))
 
 
 def combined(*changes: Callable[[JobReport], None]) -> Callable[[JobReport], None]:
@@ -117,25 +116,13 @@ def combined(*changes: Callable[[JobReport], None]) -> Callable[[JobReport], Non
 
 def set_gpus(**facts: Any) -> Callable[[JobReport], None]:
     """Change the GPUs that the driver shows."""
-
-    def change(job: JobReport) -> None:
-        for one in job.reports:
-            for gpu in one["facts"]["driver"]["gpus"]:
-                gpu.update(facts)
-
-    return change
+    return on_every_rank(lambda one: [gpu.update(facts) for gpu in one["facts"]["driver"]["gpus"]])
 
 
 def set_nvml(index: int | None = None, **facts: Any) -> Callable[[JobReport], None]:
     """Change the GPUs that NVML shows: one, or all."""
-
-    def change(job: JobReport) -> None:
-        for one in job.reports:
-            for number, gpu in enumerate(one["facts"]["nvml"]["gpus"]):
-                if index in (None, number):
-                    gpu.update(facts)
-
-    return change
+    chosen = slice(None) if index is None else slice(index, index + 1)
+    return on_every_rank(lambda one: [gpu.update(facts) for gpu in one["facts"]["nvml"]["gpus"][chosen]])
 
 
 def set_facts_of_rank(rank: int, probe: str, **facts: Any) -> Callable[[JobReport], None]:
@@ -155,12 +142,7 @@ def remove_access(a: int, b: int) -> Callable[[JobReport], None]:
 
 def set_paths(path: str) -> Callable[[JobReport], None]:
     """Replace all paths between GPUs."""
-
-    def change(job: JobReport) -> None:
-        for one in job.reports:
-            one["facts"]["nvml"]["paths"] = [["-" if i == j else path for j in range(8)] for i in range(8)]
-
-    return change
+    return set_facts("nvml", paths=[["-" if i == j else path for j in range(8)] for i in range(8)])
 
 
 def keep_one_rank(job: JobReport) -> None:
@@ -170,22 +152,17 @@ def keep_one_rank(job: JobReport) -> None:
 
 def set_other_launch(size: int, local_rank: int | None) -> Callable[[JobReport], None]:
     """Set the variables of a launcher that is not MPI's."""
-
-    def change(job: JobReport) -> None:
-        for one in job.reports:
-            one["other_launch"] = {"size": size, "local_rank": local_rank}
-
-    return change
+    return on_every_rank(lambda one: one.update(other_launch={"size": size, "local_rank": local_rank}))
 
 
 def set_threads(level: str) -> Callable[[JobReport], None]:
     """Change the level of threads that MPI grants."""
-    return lambda job: [one.update(mpi_threads=level) for one in job.reports]  # type: ignore[func-returns-value]
+    return on_every_rank(lambda one: one.update(mpi_threads=level))
 
 
 def set_nic(**facts: Any) -> Callable[[JobReport], None]:
     """Change the NIC of every rank."""
-    return lambda job: [one["facts"]["network"]["nics"][0].update(facts) for one in job.reports]  # type: ignore[func-returns-value]
+    return on_every_rank(lambda one: one["facts"]["network"]["nics"][0].update(facts))
 
 
 def hide_other_gpus(job: JobReport) -> None:

@@ -75,14 +75,20 @@ def launch(num_ranks: int, program: str, *arguments: str, slowness: float | None
     return done.stdout
 
 
+def run_command(
+    *words: object, status: int | None = 0, limit_s: float = 180, folder: Path = ROOT, **environment: str
+) -> tuple[str, str]:
+    """Run a command in a folder, and return its standard output and standard error. `status`: None allows any."""
+    command, variables = [*map(str, words)], {**os.environ, **environment}
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=limit_s, check=False)
+    assert status is None or done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout, done.stderr
+
+
 def run_example(num_ranks: int, example: str, *options: str, **environment: str) -> list[str]:
     """Return the lines that an example prints on the host backend."""
-    words = python_on(num_ranks, f"examples/{example}", "--backend", "host", *options)
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=180, cwd=ROOT, env={**os.environ, **environment}, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    printed, _ = run_command(*python_on(num_ranks, f"examples/{example}", "--backend", "host", *options), **environment)
+    return printed.splitlines()
 
 
 def run_bench(num_ranks: int, program: str, *options: object, status: int = 0) -> subprocess.CompletedProcess[str]:

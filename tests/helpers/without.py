@@ -1,4 +1,4 @@
-"""Hide modules from processes that tests start."""
+"""Run code at the start of processes that tests start, and hide modules from them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,15 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
 
+def starting_with(folder: Path, code: str) -> dict[str, str]:
+    """Return environment variables with which Python runs some code when it starts. They use `folder`, which must be empty."""
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
 def without(folder: Path, *modules: str) -> dict[str, str]:
-    """Return environment variables with which Python does not find some modules. They use `folder`, which must be empty.
+    """Return environment variables with which Python does not find some modules. `folder`: as of `starting_with`.
 
     With `sys.modules[module] = None`, an import of `module.part` would fail with another message.
     """
-    (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE.format(modules=modules))
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return starting_with(folder, _SITECUSTOMIZE.format(modules=modules))

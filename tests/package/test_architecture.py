@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from paths import ROOT
@@ -30,8 +29,7 @@ def test_terms_of_the_glossary_occur_in_the_code(term: str) -> None:
 def test_pages_name_files_that_exist(page: str) -> None:
     named = set(re.findall(r"`([\w./]+/[\w.]+\.(?:py|cuh?|md|sh))`", (ROOT / page).read_text()))
     assert named
-    missing = {name for name in named if not any(_exists(ROOT / folder, name) for folder in ("", "deepep_rt", "cuda_src"))}
-    assert not missing
+    assert not {name for name in named if not any((ROOT / folder / name).exists() for folder in ("", "deepep_rt", "cuda_src"))}
 
 
 def test_the_page_is_short() -> None:
@@ -53,7 +51,3 @@ def test_a_step_of_a_walk_names_its_files_and_what_is_in_them(step: str) -> None
     text = "\n".join((ROOT / file).read_text() for file in files)
     names = {re.split("::|[.]", code)[-1] for code in codes if code not in files and not re.search("[ /]", code)}
     assert not [name for name in names - set(dir(Buffer)) if not re.search(rf"\b{re.escape(name)}\b", text)]
-
-
-def _exists(folder: Path, name: str) -> bool:
-    return (folder / name).exists()

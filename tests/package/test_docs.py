@@ -5,10 +5,10 @@ import importlib.util
 import inspect
 import os
 import re
-import subprocess
 import sys
 
 import pytest
+from launch import run_command
 from paths import ROOT
 from without import without
 
@@ -24,10 +24,7 @@ DOCS = ROOT / "docs"
 def build(folder, *options, **environment):
     """Run the documented command with other folders. It needs no network."""
     options = ["-W", "--keep-going", "-q", "-d", folder / "doctrees", *options]
-    command = [sys.executable, "-m", "sphinx", *options, "docs", folder / "html"]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    run_command(sys.executable, "-m", "sphinx", *options, "docs", folder / "html", limit_s=600, **environment)
     return folder / "html"
 
 

@@ -3,10 +3,9 @@
 import importlib.util
 import json
 import re
-import subprocess
 
 import pytest
-from launch import QUICK_XLA, python_on, run_example
+from launch import QUICK_XLA, python_on, run_command, run_example
 from paths import ROOT
 
 
@@ -28,10 +27,9 @@ def test_cuda_without_a_gpu():
     if why_no_gpu() is None:
         pytest.skip("there is a GPU")
     words = python_on(2, "examples/dispatch_combine.py", "--backend", "cuda", "--tokens", "8")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
-    assert done.returncode
-    assert "EPUnavailableError: backend='cuda', but rank 0 cannot use a GPU" in done.stderr
-    assert "cupy" not in done.stderr.lower()
+    _, errors = run_command(*words, status=1)
+    assert "EPUnavailableError: backend='cuda', but rank 0 cannot use a GPU" in errors
+    assert "cupy" not in errors.lower()
 
 
 @pytest.mark.parametrize(

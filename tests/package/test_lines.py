@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from launch import run_command
 from paths import ROOT
 
 LINES = runpy.run_path(str(ROOT / ".ci/lines.py"))
@@ -57,9 +58,6 @@ def test_folders_are_counted_alone_and_trees_with_all_folders() -> None:
 def test_the_table_has_the_difference_to_a_commit() -> None:
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode:
         pytest.skip("there is no git history")
-    done = subprocess.run(
-        [sys.executable, ".ci/lines.py", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    head, *rows = done.stdout.splitlines()
+    head, *rows = run_command(sys.executable, ".ci/lines.py", "HEAD")[0].splitlines()
     assert head.split() == ["folder", "files", "+/-", "lines", "+/-", "code", "+/-"]
     assert {"deepep_rt", "deepep_rt/", "deepep_rt/bench", "cuda_src/common", "tests/jit"} <= {row.split()[0] for row in rows}

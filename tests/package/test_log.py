@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from launch import python_on
+from launch import python_on, run_command
 
 import deepep_rt
 from deepep_rt.backends import agreement
@@ -28,9 +27,7 @@ if MPI.COMM_WORLD.rank == 0:  # the lines of two ranks could mix
 
 
 def run(setup: str) -> list[str]:
-    words = python_on(2, "-c", PROGRAM.format(setup=setup))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
-    return (done.stdout + done.stderr).splitlines()
+    return "".join(run_command(*python_on(2, "-c", PROGRAM.format(setup=setup)))).splitlines()
 
 
 def test_the_logger_is_silent_by_default() -> None:

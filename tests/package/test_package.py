@@ -8,9 +8,7 @@ import graphlib
 import importlib
 import importlib.util
 import inspect
-import os
 import re
-import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import run_command
 from without import without
 
 import deepep_rt
@@ -181,17 +180,7 @@ def test_public_paths_stay(module: str) -> None:
 
 
 def _python(code: str, **environment: str) -> str:
-    paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return run_command(sys.executable, "-c", code, **environment)[0].strip()
 
 
 def test_importing_loads_nothing_heavy() -> None:
@@ -205,16 +194,7 @@ def test_importing_loads_nothing_heavy() -> None:
 def test_wrappers_do_without_cuda(wrapper: str, tmp_path: Path) -> None:
     """Laptops and CI use the host backend, without cuda-python."""
     pytest.importorskip("jax" if wrapper == "jax" else "torch")
-    environment = {**os.environ, **without(tmp_path, "cuda")}
-    done = subprocess.run(
-        [sys.executable, "-c", f"import deepep_rt.{wrapper}"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert run_command(sys.executable, "-c", f"import deepep_rt.{wrapper}", **without(tmp_path, "cuda"))[1] == ""
 
 
 def test_importing_reads_no_setting() -> None:
@@ -256,9 +236,7 @@ def test_public_names() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("hatchling", reason="hatchling comes with deepep_rt[dev]")
     folder = tmp_path_factory.mktemp("wheel")
-    words = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    done = subprocess.run(words, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    run_command(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder)
     (path,) = folder.iterdir()
     return path
 
@@ -279,11 +257,10 @@ def test_kernels_compile_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with deepep_rt[cuda12] or [cuda13]")
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "DEEPEP_RT_CACHE_DIR": str(tmp_path / "cache")}
+    environment = dict(PYTHONPATH=str(tmp_path), DEEPEP_RT_CACHE_DIR=str(tmp_path / "cache"))
     sizes = ["--ranks", "1", "--tokens", "1", "--hidden", "512", "--topk", "1", "--experts", "1"]
     words = [sys.executable, "-m", "deepep_rt", "compile", "--arch", "sm_90", *sizes]
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_command(*words, limit_s=300, folder=tmp_path, **environment)
 
 
 def test_the_tree_of_exceptions_is_the_one_in_the_docstring() -> None:
@@ -354,10 +331,6 @@ def test_arrays_of_results_have_a_shape_and_a_type(kind: type) -> None:
 @pytest.mark.full
 def test_the_tests_need_neither_pytorch_nor_jax(tmp_path: Path) -> None:
     """The README's test command installs neither. (A few tests represent those that start programs.)"""
-    environment = {**os.environ, **without(tmp_path, "torch", "jax"), "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    environment = {**without(tmp_path, "torch", "jax"), "PYTEST_ADDOPTS": "-p no:cacheprovider"}
     for words in (["--collect-only"], ["tests/package/test_readme.py", "-k", "options_exist"]):
-        words = [sys.executable, "-m", "pytest", "-q", *words]
-        done = subprocess.run(
-            words, env=environment, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stdout[-2000:]
+        run_command(sys.executable, "-m", "pytest", "-q", *words, limit_s=300, **environment)

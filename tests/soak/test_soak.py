@@ -4,19 +4,30 @@ import json
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from paths import PROGRAMS, ROOT
+from paths import PROGRAMS
 
 pytest.importorskip("typer")
 pytest.importorskip("ml_dtypes")
 
-from launch import python_on
+import low_latency_oracle
+import ml_dtypes
+import oracle
+from launch import python_on, run_command
+
+from deepep_rt import EPConfigError, soak
+from deepep_rt.arrays.compressed_rows import compress, expand
+from deepep_rt.soak import arrays as soak_arrays
+from deepep_rt.soak import buffers as soak_buffers
+from deepep_rt.soak import ending
+from deepep_rt.soak import plan as soak_plan
+from deepep_rt.soak.arrays import Arrays, row_keys
+from deepep_rt.soak.expected import ExpertRouting, Routing, after_compression, to_fp8
 
 DAMAGED = PROGRAMS / "damaged_soak.py"
 
@@ -37,15 +48,12 @@ DAMAGES = {
 """The damages of `damaged_soak`, and the array that each damages."""
 
 
-def run(num_ranks, *words, status=0, limit_s=150):
+def run(num_ranks, *words, **settings):
     """Run a command on `num_ranks` ranks. Return its standard output and standard error."""
-    command = python_on(num_ranks, *words)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT, check=False)
-    assert status is None or done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout, done.stderr
+    return run_command(*python_on(num_ranks, *words), **settings)
 
 
-def soak(num_ranks, *options, **settings):
+def run_soak(num_ranks, *options, **settings):
     return run(num_ranks, "-m", "deepep_rt", "soak", "--backend", "host", *options, **settings)
 
 
@@ -106,22 +114,20 @@ def test_the_printed_command_passes_without_damage(reports):
 
 
 @pytest.mark.full
-def test_sums_of_nodes_that_are_not_rounded_are_found(tmp_path):
-    damaged(4, tmp_path, ["roundings"], "--rounds", "32", "--seed", "3", "--ranks-per-node", "2")
-    first = json.loads((tmp_path / "roundings.json").read_text())["mismatches"][0]
-    assert (first["rank"], first["array"], first["call"][:7]) == (3, "x", "combine")
-    again = json.loads((tmp_path / "roundings_again.json").read_text())
-    assert again["mismatches"][0]["found"] == first["found"], "the command declares the same nodes"
-
-
-@pytest.mark.full
-def test_wrong_compressed_rows_are_found(tmp_path):
-    damaged(2, tmp_path, ["compression"], "--rounds", "60", "--seed", "3", "--hidden", "256", "--ranks-per-node", "2")
-    first = json.loads((tmp_path / "compression.json").read_text())["mismatches"][0]
-    assert (first["rank"], first["array"]) == (1, "x")
-    assert "with compress=" in first["call"]
-    again = json.loads((tmp_path / "compression_again.json").read_text())
-    assert again["mismatches"][0]["found"] == first["found"]
+@pytest.mark.parametrize(
+    ("damage", "ranks", "options", "rank", "call"),
+    [
+        ("roundings", 4, ["--rounds", "32"], 3, "combine"),
+        ("compression", 2, ["--rounds", "60", "--hidden", "256"], 1, ".* with compress="),
+    ],
+)
+def test_damage_between_nodes_is_found(damage, ranks, options, rank, call, tmp_path):
+    """Sums of nodes that are not rounded, and wrong compressed rows."""
+    damaged(ranks, tmp_path, [damage], *options, "--seed", "3", "--ranks-per-node", "2")
+    first, again = (json.loads((tmp_path / f"{damage}{which}.json").read_text())["mismatches"][0] for which in ("", "_again"))
+    assert (first["rank"], first["array"]) == (rank, "x")
+    assert re.match(call, first["call"])
+    assert again["found"] == first["found"], "the command declares the same nodes"
 
 
 @pytest.mark.parametrize(
@@ -149,11 +155,9 @@ def test_one_rank_ends_all_with_its_name(damage, seed, words, tmp_path):
 def test_an_interrupted_run_prints_its_result_so_far(signal_number, tmp_path):
     """Interrupt one rank. Launchers differ in what they send, and to which ranks."""
     options = "--backend", "host", "--minutes", "60", "--progress-s", "0.01", "--json", tmp_path / "soak.json"
-    words = python_on(2, PROGRAMS / "interrupted_soak.py", signal_number.value, *options)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=150, cwd=ROOT, check=False)
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 130
-    assert re.match(r"interrupted: \d\d+ rounds in .* on 2 ranks ", done.stdout), done.stdout
+    printed, errors = run(2, PROGRAMS / "interrupted_soak.py", signal_number.value, *options, status=130)
+    assert "Traceback" not in errors, errors
+    assert re.match(r"interrupted: \d\d+ rounds in .* on 2 ranks ", printed), printed
     document = json.loads((tmp_path / "soak.json").read_text())
     assert (document["status"], document["ranks_counted"], document["mismatches"]) == ("interrupted", 2, [])
     assert document["calls"]["dispatch"]["count"] > 0
@@ -165,7 +169,7 @@ def test_an_interrupted_run_prints_its_result_so_far(signal_number, tmp_path):
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_rounds_pass(num_ranks, tmp_path):
     report = tmp_path / "folder" / "soak.json"
-    printed, progress = soak(num_ranks, "--rounds", "40", "--rounds-per-buffer", "8", "--seed", num_ranks, "--json", report)
+    printed, progress = run_soak(num_ranks, "--rounds", "40", "--rounds-per-buffer", "8", "--seed", num_ranks, "--json", report)
     found = json.loads(report.read_text())
     assert (found["status"], found["rounds"], found["num_ranks"], found["seed"]) == ("passed", 40, num_ranks, num_ranks)
     assert found["buffers"] == 5
@@ -182,7 +186,7 @@ def test_rounds_pass(num_ranks, tmp_path):
 @pytest.mark.full
 def test_minutes_end_the_run(tmp_path):
     report = tmp_path / "soak.json"
-    _, progress = soak(2, "--minutes", "0.03", "--progress-s", "0.5", "--json", report)
+    _, progress = run_soak(2, "--minutes", "0.03", "--progress-s", "0.5", "--json", report)
     found = json.loads(report.read_text())
     assert found["status"] == "passed"
     assert 1.8 <= found["seconds"] < 30
@@ -193,10 +197,9 @@ def test_minutes_end_the_run(tmp_path):
 
 def test_plans_draw_every_option():
     """Some hundred plans contain every option. No round runs."""
-    from deepep_rt.soak import buffers as soak_buffers
-    from deepep_rt.soak import plan as soak_plan
 
-    def buffers_of(options):
+    def buffers_of(on_gpu, **more):
+        options = soak_buffers.Options(seed=1, num_ranks=4, on_gpu=on_gpu, **more)
         return [soak_buffers.buffer_of(options, number) for number in range(40)]
 
     options = soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True)
@@ -214,13 +217,12 @@ def test_plans_draw_every_option():
     assert any(0 in plan.tokens for plan in rounds)
     assert any(plan.keep_rounds for plan in rounds)
     assert any(max(plan.delays_s) > 0 for plan in rounds)
-    assert {buffer.ranks_per_node for buffer in buffers_of(options)} == {None}, "a host of GPUs may lack a transport"
-    on_host = buffers_of(soak_buffers.Options(seed=1, num_ranks=4, on_gpu=False))
+    assert {buffer.ranks_per_node for buffer in buffers_of(on_gpu=True)} == {None}, "a host of GPUs may lack a transport"
+    on_host = buffers_of(on_gpu=False)
     assert {buffer.ranks_per_node for buffer in on_host} == {None, 1, 2}
     assert {buffer.path for buffer in on_host} == {"auto", "hierarchical", "direct"}
     assert {buffer.num_max_recv_tokens is None for buffer in on_host} == {True, False}
-    asked = buffers_of(soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True, ranks_per_node=2))
-    assert {buffer.ranks_per_node for buffer in asked} == {2}
+    assert {buffer.ranks_per_node for buffer in buffers_of(on_gpu=True, ranks_per_node=2)} == {2}
     by_expert = [call for plan in rounds if plan.kind == "expert_rows" for call in plan.calls]
     for name in ("is_repeat", "by_column", "has_weights", "zero_padding", "sums_weights", "is_weighted"):
         assert {getattr(call, name) for call in by_expert} == {True, False}, name
@@ -233,25 +235,13 @@ def test_plans_draw_every_option():
         (None, False),
     }
     steps = [call for plan in rounds if plan.kind == "low_latency" for call in plan.steps]
-    for name, wanted in (
-        ("use_fp8", {True, False}),
-        ("use_ue8m0", {True, False}),
-        ("hook", {True, False}),
-        ("zero_copy", {True, False}),
-        ("out", {True, False}),
-        ("reduce_early", {True, False}),
-        ("early_weights", {True, False}),
-        ("stats", {True, False}),
-        ("has_excluded", {True, False}),
-    ):
-        assert {getattr(step, name) for step in steps} == wanted, name
+    for name in ("use_fp8", "use_ue8m0", "hook", "zero_copy", "out", "reduce_early", "early_weights", "stats", "has_excluded"):
+        assert {getattr(step, name) for step in steps} == {True, False}, name
     assert any(len(plan.steps) > 1 for plan in rounds if plan.kind == "low_latency")
 
 
 def test_a_fifth_of_the_combines_compress_rows():
     """Rows with other numbers of channels are not compressed, and GPUs without FP8 use the other format alone."""
-    from deepep_rt.soak import buffers as soak_buffers
-    from deepep_rt.soak import plan as soak_plan
 
     def drawn(**settings):
         options = soak_buffers.Options(seed=2, num_ranks=4, on_gpu=True, **settings)
@@ -265,9 +255,6 @@ def test_a_fifth_of_the_combines_compress_rows():
 
 
 def test_a_plan_comes_from_the_seed_alone():
-    from deepep_rt.soak import buffers as soak_buffers
-    from deepep_rt.soak import plan as soak_plan
-
     options = soak_buffers.Options(seed=9, num_ranks=3, on_gpu=False)
     assert soak_plan.round_of(options, 77) == soak_plan.round_of(options, 77)
     assert soak_plan.round_of(options, 77) != soak_plan.round_of(soak_buffers.Options(seed=10, num_ranks=3, on_gpu=False), 77)
@@ -281,8 +268,6 @@ def test_a_plan_comes_from_the_seed_alone():
 
 def test_generated_bytes_do_not_change():
     """A receiver on another machine generates the same bytes, even with another NumPy. All rows differ."""
-    from deepep_rt.soak.arrays import Arrays, row_keys
-
     keys = row_keys(12345, np.arange(3), np.array([7, 8, 9]))
     words = Arrays(on_gpu=False).words(keys, 4)
     assert words.dtype == np.uint32
@@ -292,13 +277,6 @@ def test_generated_bytes_do_not_change():
 
 
 def test_positions_agree_with_the_oracle():
-    import low_latency_oracle
-    import oracle
-
-    from deepep_rt.soak import buffers as soak_buffers
-    from deepep_rt.soak import plan as soak_plan
-    from deepep_rt.soak.expected import ExpertRouting, Routing
-
     options = soak_buffers.Options(seed=4, num_ranks=3, on_gpu=False, rounds_per_buffer=4)
     for number in range(40):
         plan, experts = soak_plan.round_of(options, number), soak_buffers.buffer_of(options, number // 4).num_experts
@@ -324,12 +302,6 @@ def test_positions_agree_with_the_oracle():
 
 @pytest.mark.parametrize(("round_scale", "ue8m0"), [(False, False), (True, False), (True, True)])
 def test_fp8_agrees_with_the_oracle(round_scale, ue8m0):
-    import low_latency_oracle
-    import ml_dtypes
-
-    from deepep_rt.soak.arrays import Arrays, row_keys
-    from deepep_rt.soak.expected import to_fp8
-
     arrays = Arrays(on_gpu=False)
     rows = arrays.numbers(row_keys(5, np.arange(6)), 256, "bfloat16")
     codes, scales = to_fp8(arrays, rows, round_scale=round_scale, ue8m0=ue8m0)
@@ -343,10 +315,6 @@ def test_fp8_agrees_with_the_oracle(round_scale, ue8m0):
 @pytest.mark.parametrize("form", ["fp8", "log10"])
 def test_compressed_rows_agree_with_the_library(form):
     """Soak computes the values after the way without packing rows, so that it can do so on a GPU."""
-    from deepep_rt.arrays.compressed_rows import compress, expand
-    from deepep_rt.soak.arrays import Arrays, row_keys
-    from deepep_rt.soak.expected import after_compression
-
     arrays, draw = Arrays(on_gpu=False), np.random.default_rng(8)
     made = [
         arrays.to_float32(arrays.numbers(row_keys(5, np.arange(40)), 384, dtype), dtype)
@@ -365,9 +333,6 @@ def test_compressed_rows_agree_with_the_library(form):
 
 
 def test_compressed_rows_on_a_gpu_come_in_parts(monkeypatch):
-    from deepep_rt.soak import arrays as soak_arrays
-    from deepep_rt.soak.expected import after_compression
-
     arrays = soak_arrays.Arrays(on_gpu=False)
     rows = np.random.default_rng(3).standard_normal((50, 256), np.float32)
     whole = after_compression(arrays, rows, "log10")
@@ -376,14 +341,9 @@ def test_compressed_rows_on_a_gpu_come_in_parts(monkeypatch):
 
 
 def test_fp8_ties_go_to_even():
-    from deepep_rt.soak.arrays import Arrays
-    from deepep_rt.soak.expected import to_fp8
-
     values = np.zeros((1, 128), np.float32)
     values[0, :4] = 448, 17, 19, -17  # between 16 and 18, and 18 and 20
     codes, _ = to_fp8(Arrays(on_gpu=False), (values.view(np.uint32) >> 16).astype(np.uint16), round_scale=False, ue8m0=False)
-    import ml_dtypes
-
     assert codes.view(ml_dtypes.float8_e4m3fn)[0, :4].astype(np.float32).tolist() == [448, 16, 20, -16]
 
 
@@ -405,8 +365,6 @@ def test_fp8_ties_go_to_even():
     ],
 )
 def test_wrong_options_are_errors(options, message):
-    from deepep_rt import EPConfigError, soak
-
     with pytest.raises(EPConfigError, match=message):
         soak.Asked(**options).check()
 
@@ -416,10 +374,9 @@ def test_wrong_options_are_errors(options, message):
 )
 def test_runs_that_cannot_start_are_errors(options, message):
     words = [sys.executable, "-m", "deepep_rt", "soak", "--backend", "host", "--rounds", "1", *options]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    _, errors = run_command(*words, status=1)
+    assert message in errors
+    assert "Traceback" not in errors
 
 
 # --- parts -------------------------------------------------------------------------------------------------------------------------
@@ -427,8 +384,6 @@ def test_runs_that_cannot_start_are_errors(options, message):
 
 def test_differences_are_found_on_a_gpu():
     """On a GPU, a comparison returns numbers even if no byte differs, and the host reads them later."""
-    from deepep_rt.soak.arrays import Arrays
-
     arrays = Arrays(on_gpu=False)
     arrays.on_gpu = True
     want = np.arange(40, dtype=np.uint8)
@@ -468,8 +423,6 @@ def test_rounds_for_gpus(call, nodes, seed, tmp_path):
 
 
 def test_the_watchdog_ends_a_silent_rank(monkeypatch, capfd):
-    from deepep_rt.soak import ending
-
     ended = threading.Event()
     comm = SimpleNamespace(Get_rank=lambda: 3, Abort=lambda status: ended.set())
     monkeypatch.setattr(ending, "_GRACE_S", 0.0)
