@@ -22,7 +22,9 @@ from deepep_rt.kernels.table import LOCAL_KERNELS
 __all__ = ["fake", "make"]
 
 ONE_NODE, TWO_NODES = {}, dict(ranks_per_node=2)
-TOPOLOGIES = pytest.mark.parametrize("sizes", [ONE_NODE, TWO_NODES], ids=["one-node", "two-nodes"])
+TOPOLOGIES = pytest.mark.parametrize(
+    "sizes", [pytest.param(ONE_NODE, id="one-node"), pytest.param(TWO_NODES, id="two-nodes", marks=pytest.mark.full)]
+)
 
 
 @pytest.fixture(autouse=True)

@@ -63,11 +63,17 @@ LOW_LATENCY: list[dict[str, Any]] = [
     {"async_finish": True},
     {"stream": 77},
 ]
-CASES: list[tuple[Kind, dict[str, Any], dict[str, Any]]] = [
-    *((ThroughputCalls, sizes, options) for sizes in ({}, {"ranks_per_node": 2}) for options in THROUGHPUT),
+CASES = [
     *(
-        (LowLatencyCalls, {"on_timeout": on_timeout, "hidden": 512 if "compress" in options else 256}, options)
-        for on_timeout in ("raise", "mask")
+        pytest.param(ThroughputCalls, sizes, options, marks=marks)
+        for sizes, marks in (({}, ()), ({"ranks_per_node": 2}, pytest.mark.full))
+        for options in THROUGHPUT
+    ),
+    *(
+        pytest.param(
+            LowLatencyCalls, {"on_timeout": on_timeout, "hidden": 512 if "compress" in options else 256}, options, marks=marks
+        )
+        for on_timeout, marks in (("raise", ()), ("mask", pytest.mark.full))
         for options in LOW_LATENCY
     ),
 ]
