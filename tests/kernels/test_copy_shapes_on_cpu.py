@@ -19,7 +19,9 @@ from tests.kernels_on_cpu.rounds import assert_same, inputs_of, throughput_round
 SIZES = dict(num_max_tokens_per_rank=48, hidden=512, num_topk=2, num_experts=6, num_sms=2)
 
 
-@pytest.mark.parametrize("sizes", [dict(hidden=512), dict(hidden=64, ranks_per_node=2, num_max_recv_tokens=192)])
+@pytest.mark.parametrize(
+    "sizes", [dict(hidden=512), pytest.param(dict(hidden=64, ranks_per_node=2, num_max_recv_tokens=192), marks=pytest.mark.full)]
+)
 def test_autotune(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its calls end, and leave results of the program and later calls as they are, on one node and on two.
 

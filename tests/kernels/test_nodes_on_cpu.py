@@ -36,6 +36,7 @@ def small_slots(monkeypatch):
     monkeypatch.setattr(nodes_layout, "_MOST_SLOTS", {"nvshmem": 2, "mpi": 2})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", seeds(2))
 def test_relay_between_two_nodes(seed):
     with Machine(4, seed, num_sms=(None, 1)[seed % 2], weak_memory=True, transport="mpi") as machine:
