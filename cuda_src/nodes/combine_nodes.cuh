@@ -20,7 +20,7 @@
 // Why no rank waits for ever: nodes.cuh tells it for slots. Fillers also wait for exposed rows. A warp exposes all its rows before it
 // fills, and waits for nothing meanwhile. Reduce warps wait for exposed rows and staged sums, and nothing waits for them.
 //
-// With reduce="topk", a call takes a launch for each choice (backends/cuda/node_choice_sums.py). If the ranks differ in the first launch,
+// With reduce="topk", a call takes a launch for each choice (backends/cuda/expert_rows.py). If the ranks differ in the first launch,
 // the later ones do nothing: another rank may have made a call with one launch.
 //
 // Reuse of memory: the ranks of a node read the exposed rows of call k, and then say hello in call k + 1. This rank exposes rows of call

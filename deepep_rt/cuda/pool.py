@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from .._finalizers import finalize
@@ -136,9 +137,10 @@ class Pool:
     def _find(self, num_bytes: int, stream: int) -> int | None:
         """Return the first offset that no other stream is busy with, or else the one whose last user left first."""
         foreign = [extent for extent, pending in self._used if not is_only_on(pending, stream)]
+        candidates = self._candidates(num_bytes, foreign)
         if not foreign:
-            return self._first_fit(num_bytes)
-        offsets = self._candidates(num_bytes, foreign)
+            return next(candidates, None)
+        offsets = list(candidates)
         if len(offsets) < 2 or driver.is_capturing(stream):
             return offsets[0] if offsets else None
         self._used = [(extent, unfinished(pending)) for extent, pending in self._used]
@@ -149,24 +151,21 @@ class Pool:
 
         return min(offsets, key=last_use)
 
-    def _first_fit(self, num_bytes: int) -> int | None:
-        """Return the first of the `_candidates`, if nothing is avoided."""
+    def _candidates(self, num_bytes: int, avoided: list[Extent]) -> Iterator[int]:
+        """Yield offsets where a block fits, including those right after avoided extents. Early ones keep free memory in large parts."""
         if self._is_large(num_bytes):
+            has_cells = False
             for first, end in self._free:
-                cell = align_up(first, self._cell)
-                if cell + num_bytes <= end:
-                    return cell
-        return next((first for first, end in self._free if first + num_bytes <= end), None)
-
-    def _candidates(self, num_bytes: int, avoided: list[Extent]) -> list[int]:
-        """Return offsets where a block fits, including those right after avoided extents. Early ones keep free memory in large parts."""
-        fitting = [(begin, end - num_bytes) for begin, end in self._free if end - begin >= num_bytes]
-        if self._is_large(num_bytes):
-            cells = [cell for first, last in fitting for cell in range(align_up(first, self._cell), last + 1, self._cell)]
-            if cells:
-                return cells
-        ends = [end for _, end in avoided]
-        return [offset for first, last in fitting for offset in (first, *sorted(end for end in ends if first < end <= last))]
+                for cell in range(align_up(first, self._cell), end - num_bytes + 1, self._cell):
+                    has_cells = True
+                    yield cell
+            if has_cells:
+                return
+        for first, end in self._free:
+            last = end - num_bytes
+            if first <= last:
+                yield first
+                yield from sorted(begin for _, begin in avoided if first < begin <= last)
 
     def _is_large(self, num_bytes: int) -> bool:
         return 2 * num_bytes > self._cell > 0

@@ -67,7 +67,7 @@ def test_rates() -> None:
         ),
         # Rank 0 could not send to rank 2 before rank 1 had come.
         ([[0, 2, 0], [0, 0, 0], [2, 2, 0]], "rank 1 is slow: other ranks waited 40%"),
-        # Chance beside a slow rank is not named.
+        # Ranks waited for rank 1 by chance, and much less than for the slow rank.
         ([[0, 0.5, 0, 4], [0, 0, 0, 4], [0, 0.6, 0, 4], [0, 0.4, 0, 0]], "rank 3 is slow: other ranks waited 80%"),
         # This wait began before the interval.
         ([[0, 60], [0, 0]], "rank 1 is slow: other ranks waited 100%"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ def received(result: Any) -> Any:
     return result
 
 
-class Calls:
+class Calls(ABC):
     """Ordinary and prepared calls of one kind, with the arrays that they take. `how`: options of all calls."""
 
     name: str
@@ -77,22 +78,22 @@ class Calls:
         self.x = Array(fake, "bfloat16", 10, config.hidden)
         self.idx, self.weights = (Array(fake, dtype, 10, config.num_topk) for dtype in ("int64", "float32"))
 
+    @abstractmethod
     def y(self, dtype: str = "bfloat16") -> Array:
         """Make rows for a combine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def given(self) -> tuple[Array, ...]:
         """Return the arrays that a prepared call takes first."""
-        raise NotImplementedError
 
-    def prepare(self, **options: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def prepare(self, **options: Any) -> Any: ...
 
-    def dispatch(self, **options: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def dispatch(self, **options: Any) -> Any: ...
 
-    def combine(self, handle: Any, **options: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def combine(self, handle: Any, **options: Any) -> Any: ...
 
     def split(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the options of an ordinary dispatch, and of an ordinary combine."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -56,7 +57,7 @@ def receive_window(offset: int, parts: Mapping[str, int], capacity: int) -> dict
     }
 
 
-class RowMover:
+class RowMover(ABC):
     """Moves rows by token between ranks, as kernel launches: `Throughput` on one node, `NodesThroughput` on several.
 
     If the pool is full, `copy_when_full` lets results be copied out of symmetric memory, instead of an error. `unavailable` says why this
@@ -314,14 +315,15 @@ class RowMover:
         self._add_combine_params(params, row_bytes, sent_bytes, capacity, pack(signature), choice)
         return self._runtime.launcher(kernel, inputs.x.dtype)
 
+    @abstractmethod
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """Measure how fast rows and copies reach the other ranks; see `Buffer.copy_ceilings`."""
-        raise NotImplementedError
 
     def _route_params(self, window: Mapping[str, int], signature: int) -> dict[str, int]:
         """Return the last Params of the routing: those of its dispatch that it tells the peers."""
         return {}
 
+    @abstractmethod
     def _add_dispatch_params(
         self, params: dict[str, int], sizes: tuple[int, int, int, bool], is_new: bool, needs_counts: bool
     ) -> None:
@@ -329,8 +331,8 @@ class RowMover:
 
         `sizes` are the bytes of a row, of its scales and of an index, and whether there are weights.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _add_combine_params(
         self,
         params: dict[str, int],
@@ -341,7 +343,6 @@ class RowMover:
         choice: Mapping[str, int],
     ) -> None:
         """Add the rest of the Params of this class's combine kernel, in order; see `_add_dispatch_params`."""
-        raise NotImplementedError
 
 
 class Throughput(RowMover):
