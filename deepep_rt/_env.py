@@ -143,6 +143,20 @@ def nvshmem_transport() -> str:
     return os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "")
 
 
+_SYMMETRIC_MEMORY = "nvshmem", "heap"
+
+
+def symmetric_memory() -> str:
+    """`DEEPEP_RT_SYMMETRIC_MEMORY`: who provides memory that the GPUs of a host share: "nvshmem", also when unset, or "heap", CUDA's
+    virtual memory. Between hosts, `transport="nvshmem"` always takes NVSHMEM's.
+    """
+    text = os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") or _SYMMETRIC_MEMORY[0]
+    if text not in _SYMMETRIC_MEMORY:
+        remedy = "Set one of these names, or unset the variable."
+        raise argument_error(text, "DEEPEP_RT_SYMMETRIC_MEMORY", " or ".join(_SYMMETRIC_MEMORY), remedy, EPConfigError)
+    return text
+
+
 def put_gpu_first(index: int, count: int) -> None:
     """Set `CUDA_VISIBLE_DEVICES` to the same GPUs with another one first. CUDA reads it when it starts."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
@@ -158,6 +172,7 @@ _READERS = {
     "DEEPEP_RT_REMEASURE": remeasure,
     "DEEPEP_RT_TUNING": tuning,
     "DEEPEP_RT_SHARE_GPUS": share_gpus,
+    "DEEPEP_RT_SYMMETRIC_MEMORY": symmetric_memory,
     "DEEPEP_RT_NVTX": nvtx,
     "DEEPEP_RT_STATISTICS": statistics,
     "DEEPEP_RT_TIMEOUT_S": timeout_s,

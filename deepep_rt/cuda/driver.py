@@ -197,6 +197,16 @@ def synchronize_all() -> None:
     driver.cuCtxSynchronize()
 
 
+def end_of_work() -> CudaEvent:
+    """Return an event after all work that the current context holds now, of every stream, also of other libraries.
+
+    Drivers before CUDA 12.5 cannot tell it. There the event is after the work of the default stream, which waits for most streams.
+    """
+    event = CudaEvent(0)
+    driver.cuCtxRecordEvent(ok(driver.cuCtxGetCurrent()), event.handle)
+    return event
+
+
 def new_stream() -> int:
     return int(ok(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
 

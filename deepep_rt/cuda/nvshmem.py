@@ -219,6 +219,8 @@ class NvshmemMemory:
         EPTimeoutError: if a rank of the runtime does not come.
     """
 
+    is_local = False
+
     def __init__(
         self,
         comm: Communicator,

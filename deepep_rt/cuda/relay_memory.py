@@ -67,6 +67,7 @@ class DriverMemory:
     """Memory of the driver that no other rank addresses; see `transport.SymmetricMemory`."""
 
     consensus: Consensus | None = None
+    is_local = True
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         from . import driver  # programs on the host backend may lack CUDA's bindings
@@ -103,6 +104,8 @@ def _numbered(ranks: Sequence[int], error: EPError) -> str:
 
 class HostMemory:
     """NVSHMEM's memory over the ranks of this host; see `transport.SymmetricMemory`. Ranks of other hosts have the address 0."""
+
+    is_local = False
 
     def __init__(self, comm: Communicator, num_bytes: int, timeout_s: float, ranks_per_node: int | None) -> None:
         here = comm.ranks_on_host()

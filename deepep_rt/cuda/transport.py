@@ -110,6 +110,10 @@ class SymmetricMemory(Protocol):
         """Number of each rank in the library's functions for networks, which kernels call for ranks out of direct reach."""
 
     @property
+    def is_local(self) -> bool:
+        """Whether a rank may free its region while other ranks still use theirs, and write to this one."""
+
+    @property
     def consensus(self) -> Consensus | None:
         """Agreement with ranks outside of the Buffer that allocated the region too; None if there are none."""
 

@@ -205,6 +205,7 @@ class _SymmetricMemory:
     """Symmetric memory of the Buffers of all ranks, which the first rank allocates."""
 
     consensus = None
+    is_local = False
 
     def __init__(self, fake: FakeDriver, comm: Any, num_bytes: int, timeout_s: float, node_size: int, *_: object) -> None:
         if not fake.symmetric:

@@ -133,6 +133,21 @@ def run_until_error(mine: Rank, call: str, victim: int, kind: str) -> None:
     mine.buffer.destroy()
 
 
+def run_on_as_survivors(backend: str, rank: int, size: int) -> None:
+    """Make a new Buffer over the ranks that live, while the memory of the dead one is still mapped elsewhere."""
+    group = communicator(dist.new_group(list(range(size)), use_local_synchronization=True))
+    begin = time.monotonic()
+    with Buffer(group, **sizes_of(size), backend=backend) as buffer:
+        print(f"rank {rank}: new Buffer in {time.monotonic() - begin:.3f} s", flush=True)
+        mine = Rank(buffer, rank, size, "cuda" if backend == "cuda" else "cpu")
+        for _ in range(20):
+            mine.prepare()
+
+
+def sizes_of(size: int) -> dict[str, Any]:
+    return dict(num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOPK, num_experts=size * LOCAL_EXPERTS, low_latency=True)
+
+
 def run_rank(backend: str, kind: str, call: str, delay_s: float, size: int, rank: int, port: int) -> None:
     device = "cuda" if backend == "cuda" else "cpu"
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
@@ -142,12 +157,8 @@ def run_rank(backend: str, kind: str, call: str, delay_s: float, size: int, rank
     victim = size - 1
     buffer = Buffer(
         communicator(),
-        num_max_tokens_per_rank=TOKENS,
-        hidden=HIDDEN,
-        num_topk=TOPK,
-        num_experts=size * LOCAL_EXPERTS,
+        **sizes_of(size),
         timeout_s=NOTICE_TIMEOUT_S if kind == "raises" else TIMEOUT_S,
-        low_latency=True,
         on_timeout="mask" if kind == "killed_masked" else "raise",
         backend=backend,
     )
@@ -159,6 +170,8 @@ def run_rank(backend: str, kind: str, call: str, delay_s: float, size: int, rank
     dist.barrier()
     if rank != victim:
         run_on_without_victim(mine, call, victim) if kind == "killed_masked" else run_until_error(mine, call, victim, kind)
+        if kind == "killed" and (backend == "host" or os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") == "heap"):
+            run_on_as_survivors(backend, rank, size - 1)
     else:
         try:
             with buffer:

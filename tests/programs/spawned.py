@@ -104,7 +104,8 @@ def check_all(backend: str) -> None:
     check_failure_notice(backend, communicator())
     if dist.get_world_size() > 1:
         check_rank_that_makes_its_buffer_late(communicator())
-    if backend == "host":  # NVSHMEM needs groups before the first Buffer of all ranks
+    is_heap = os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") == "heap"
+    if backend == "host" or is_heap:  # NVSHMEM needs groups before the first Buffer of all ranks
         for odd in (0, 1):
             members = list(range(odd, dist.get_world_size(), 2))
             group = dist.new_group(members) if members else None
@@ -120,6 +121,7 @@ def check_all(backend: str) -> None:
         deepep_v1.run_internode_growth(world)
         del os.environ["DEEPEP_RT_RANKS_PER_NODE"]
     assert "mpi4py.MPI" not in sys.modules
+    assert not (is_heap and "nvshmem.bindings" in sys.modules)
     dist.barrier()
     if dist.get_rank() == 0:
         print("all passed", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -46,12 +47,12 @@ from .runtime import CudaRuntime
 from .statistics import GpuStatistics
 from .throughput import NodesThroughput, Throughput, ThroughputCalls
 
-_ALLOCATOR: SymmetricAllocator = nvshmem
 _TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
 MEASURE: Callable[..., LinkRates] | None = measure_links
 """Measures the links of GPUs for `path="auto"`. None: the usual rates of the transport decide."""
 
 _MIN_DESTROY_TIMEOUT_S = 30.0  # ranks may end their work at different times
+_STOP_S = 10.0  # for the GPU's work, when no kernel waits for another rank any more
 
 
 class CudaBackend:
@@ -76,7 +77,7 @@ class CudaBackend:
     ) -> None:
         self.comm = comm = communicator.Dup()
         self._consensus = Consensus(comm)
-        allocator: SymmetricAllocator = RelayAllocator(config.node_size) if config.has_relay else _ALLOCATOR
+        allocator = _allocator_of(config)
         device = choose_device(comm, self._consensus, allocator)
         with self._consensus.step():
             self.context = driver.CurrentContext()
@@ -108,6 +109,7 @@ class CudaBackend:
         self._describe_tuning(stored)
         _check_free_memory(layout, all_free_bytes)
         self._memory = self._allocate(allocator, layout.symmetric.num_bytes, network)
+        self._frees_alone = self._memory.is_local and not config.has_relay  # the relay of a peer may still send here
         self._resources = ExitStack()
         self._resources.callback(self._memory.free)
         try:
@@ -135,8 +137,12 @@ class CudaBackend:
             if self.runtime.network is not None:
                 self.runtime.network.start_relay()
         except Exception:
-            if self._all_ranks_free(self._memory.consensus is None, config.timeout_s):
-                self._release()
+            if self._frees_alone:
+                if self._stops_in_time():
+                    self._resources.close()
+            elif self._all_ranks_free(self._memory.consensus is None, config.timeout_s):
+                self._resources.close()
+                self._free_communicators()
             raise
         # A method that only passes a call on would add to the host's time of each call.
         memory = CallMemory(self.runtime)
@@ -282,28 +288,57 @@ class CudaBackend:
                 is_sound = not monitor.is_broken and not self.masked_ranks()
         finally:
             limit_s = config.timeout_s if config.on_timeout == "mask" else max(config.timeout_s, _MIN_DESTROY_TIMEOUT_S)
-            all_free = self._all_ranks_free(is_sound, limit_s)
             if self._statistics is not None:
                 self._statistics.close()
+            is_free = self._frees_alone and self._stops_in_time()
+            if is_free:
+                self._free_memory()
+            all_free = self._all_ranks_free(is_sound, limit_s)
         if all_free:
-            self.runtime.order.drop_arguments()
-            self._release()
+            if not is_free:
+                self._free_memory()
+            self._free_communicators()
             return
-        # A peer may still write to this memory, or may never come to free its own.
+        # Without memory of its own, a peer may still write to this memory, or may never come to free its own.
+        stays = "" if is_free else " The memory of this Buffer stays allocated"
         for consensus in (self._consensus, self._memory.consensus):
             if consensus is not None and consensus.silent_ranks:
                 if config.on_timeout == "raise":
                     raise consensus.timeout_error()
-                warnings.warn(f"{consensus.timeout_error()} The memory of this Buffer stays allocated", stacklevel=2)
+                warnings.warn(f"{consensus.timeout_error()}{stays}", stacklevel=2)
+
+    def _stops_in_time(self) -> bool:
+        """End the work of this GPU: kernels stop waiting for other ranks if the Buffer is broken. Return whether all work has ended."""
+        with self.context:
+            if (runtime := getattr(self, "runtime", None)) is not None and runtime.monitor.is_broken:
+                runtime.monitor.abort_waits()
+            end, limit = driver.end_of_work(), time.monotonic() + _STOP_S
+            while not (is_over := end.done()) and time.monotonic() < limit:
+                time.sleep(1e-4)
+        return is_over
+
+    def _free_memory(self) -> None:
+        self.runtime.order.drop_arguments()
+        self._resources.close()
 
     def _all_ranks_free(self, is_sound: bool, limit_s: float) -> bool:
         """Ask all ranks whether they can free their memory. Memory is freed by all ranks or by none."""
         return self._memory.all_free(self._consensus.all_ok(is_sound, "destroy their Buffer", limit_s), limit_s)
 
-    def _release(self) -> None:
-        self._resources.close()
+    def _free_communicators(self) -> None:
         self._consensus.free()
         self.comm.Free()
+
+
+def _allocator_of(config: Config) -> SymmetricAllocator:
+    """Return what provides the symmetric memory. A network of NVSHMEM needs all of it in NVSHMEM's memory."""
+    if config.has_relay and (config.node_size == 1 or _env.symmetric_memory() == "nvshmem"):
+        return RelayAllocator(config.node_size)
+    if _env.symmetric_memory() == "nvshmem" or (config.has_network and not config.has_relay):
+        return nvshmem
+    from ...cuda import heap  # it needs sockets, whose module takes milliseconds to load
+
+    return heap
 
 
 def _memory_of(layout: Layout) -> dict[str, int]:

@@ -310,8 +310,12 @@ class Monitor:
             error = lost
         if error is not None:
             self._error = error
-            driver.write_int32_now(self._abort_flag, 1)
+            self.abort_waits()
             raise error
+
+    def abort_waits(self) -> None:
+        """Let kernels of this rank stop waiting for other ranks, in all calls from now on."""
+        driver.write_int32_now(self._abort_flag, 1)
 
     def await_counts(self) -> tuple[int, list[int]]:
         """Wait on the host for the counts of a routing: rows that arrive, in all and for each local expert. No other call of the library

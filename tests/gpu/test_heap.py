@@ -1,0 +1,137 @@
+"""Buffers in CUDA's virtual memory: groups of any shape, memory that comes back at once, and no NVSHMEM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from gpu_buffers import make, routing
+from launch import environment
+from paths import PROGRAMS
+
+from deepep_rt import EPOutOfMemoryError, EPTimeoutError
+from deepep_rt.cuda import driver
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu
+
+SIZES = dict(num_max_tokens_per_rank=128, hidden=512, num_topk=4)
+
+
+@pytest.fixture(autouse=True)
+def _heap(monkeypatch):
+    monkeypatch.setenv("DEEPEP_RT_SYMMETRIC_MEMORY", "heap")
+
+
+def _group_buffer(comm, **sizes):
+    return make(comm, **{**SIZES, "num_experts": 8 * comm.Get_size(), "low_latency": True, **sizes})
+
+
+def _use(buffer, comm, seed=1):
+    """Rows come back as often as they were sent, and as the sum of their weights."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    idx, _ = routing(comm, seed, 100, 4, 8 * size)
+    x = (torch.arange(100, device="cuda") % 8 + 8 * rank + 1.0)[:, None].repeat(1, 512).bfloat16()
+    weights = torch.full(idx.shape, 0.5, device="cuda")
+    sent = buffer.dispatch(x, idx, weights)
+    owner = torch.where(idx >= 0, idx // 8, -1)
+    copies = sum((owner == peer).any(1).float() for peer in range(size))
+    assert torch.equal(buffer.combine(sent.recv_x, sent.handle).x.float(), x.float() * copies[:, None])
+    quick = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+    back = buffer.low_latency_combine(quick.recv_x, idx, weights, quick.handle).x
+    assert torch.equal(back.float(), x.float() * 0.5 * (owner >= 0).sum(1).float()[:, None])
+
+
+def _free_bytes(comm):
+    torch.cuda.synchronize()
+    comm.Barrier()
+    found = driver.free_bytes()
+    comm.Barrier()
+    return found
+
+
+def test_groups_of_any_shape(comm):
+    """At once, of different sizes, some overlapping, and without a Buffer over all ranks."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    held = []
+    for number, parts in enumerate(([1], [size - 1], [size // 2], [size])):
+        color = sum(rank >= sum(parts[: i + 1]) for i in range(len(parts)))
+        group = comm.Split(color, rank)
+        held.append((group, _group_buffer(group, num_max_tokens_per_rank=128 * (1 + number + color))))
+    for seed in range(3):
+        for group, buffer in held:
+            _use(buffer, group, seed)
+    for group, buffer in held[::2]:
+        buffer.destroy()
+    for group, buffer in held[1::2]:
+        _use(buffer, group, 4)
+        buffer.destroy()
+    for group, _ in held:
+        group.Free()
+
+
+def test_memory_comes_back(comm):
+    """After a with block, after a time-out, and after an exception."""
+    _group_buffer(comm).destroy()  # CUDA keeps some memory for modules
+    before = _free_bytes(comm)
+    with _group_buffer(comm) as buffer:
+        _use(buffer, comm)
+        assert driver.free_bytes() < before
+    assert _free_bytes(comm) >= before, "a with block"
+    buffer = _group_buffer(comm, timeout_s=1.0)
+    _use(buffer, comm)
+    if comm.Get_size() > 1:
+        if comm.Get_rank():
+            idx, weights = routing(comm, 1, 10, 4, 8 * comm.Get_size(), skip=0.0)
+            with pytest.raises(EPTimeoutError):
+                for _ in range(2):
+                    buffer.dispatch(torch.ones(10, 512, device="cuda", dtype=torch.bfloat16), idx, weights)
+                    buffer.synchronize()
+        else:
+            time.sleep(2.5)
+    begin = time.monotonic()
+    buffer.destroy(in_touch=False)
+    assert time.monotonic() - begin < 1, "this rank waits for no other"
+    assert _free_bytes(comm) >= before, "a time-out"
+    with pytest.raises(KeyError), _group_buffer(comm) as buffer:
+        _use(buffer, comm)
+        raise KeyError
+    assert _free_bytes(comm) >= before, "an exception"
+
+
+def test_too_little_memory_on_one_rank(comm, monkeypatch):
+    """Another process may take the memory between the check and the allocation."""
+    _group_buffer(comm).destroy()
+    before = _free_bytes(comm)
+    monkeypatch.setattr(driver, "free_bytes", lambda: 1 << 50)
+    with pytest.raises(EPOutOfMemoryError, match="GB of memory for a Buffer"):
+        _group_buffer(comm, num_max_tokens_per_rank=1 << 17, hidden=32768, low_latency=False)
+    monkeypatch.undo()
+    assert _free_bytes(comm) >= before
+
+
+def test_nvshmem_is_not_loaded(comm):
+    """Also with GPUs that each process hides from the others."""
+    if not comm.rank:
+        for more in ((), ("one-gpu",) if comm.size <= torch.cuda.device_count() else ()):
+            words = [sys.executable, str(PROGRAMS / "spawned.py"), "cuda", str(comm.size), *more]
+            setting = {"DEEPEP_RT_SYMMETRIC_MEMORY": "heap"}
+            done = subprocess.run(words, env=environment(**setting), capture_output=True, text=True, timeout=100, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "all passed" in done.stdout
+    comm.Barrier()
+
+
+def test_survivors_go_on(comm):
+    """After the death of a rank, the others make a new Buffer in a fraction of a second."""
+    if comm.rank == 0 and comm.size > 1:
+        for call in ("dispatch", "low_latency_combine"):
+            words = [sys.executable, str(PROGRAMS / "gpu_faults.py"), "cuda", "killed", call, "100", str(comm.size)]
+            env = environment(DEEPEP_RT_SYMMETRIC_MEMORY="heap")
+            done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=150, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            print("\n".join(line for line in done.stdout.splitlines() if "new Buffer" in line))
+            assert done.stdout.count("new Buffer") == comm.size - 1
+    comm.Barrier()
