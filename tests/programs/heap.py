@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import virtual_gpu
 from mpi4py import MPI
 from spmd import idle_barrier, main, raises
@@ -86,7 +86,7 @@ def check_groups_of_any_shape(comm: MPI.Intracomm) -> None:
         held.append((group, _allocate(group, num_bytes), num_bytes))
     for group, memory, num_bytes in held:
         _use(group, memory, num_bytes)
-    for group, memory, num_bytes in held[::2]:
+    for group, memory, _ in held[::2]:
         memory.free()
         group.Free()
     for group, memory, num_bytes in held[1::2]:
@@ -119,7 +119,7 @@ def check_a_peer_may_write_on(comm: MPI.Intracomm) -> None:
 def check_nothing_stays(comm: MPI.Intracomm) -> None:
     _allocate(comm, 64).free()
     before = _open()
-    for _ in range(100):
+    for _ in range(20):
         _allocate(comm, 3 * virtual_gpu.UNIT).free()
     assert _open() == before
     assert GPU.left == (0, 0, 0)
@@ -165,17 +165,15 @@ def check_messages_of_strangers_are_dropped(comm: MPI.Intracomm) -> None:
                 if name.startswith("@deepep_rt-"):
                     for body in (b"", b"x 0", b"\xff" * 300, b"0" * 32 + b" 1", b"0" * 32 + b" 99999999999"):
                         for ancillary in ([], rights, [*rights, *rights]):
-                            try:
+                            with contextlib.suppress(OSError):
                                 own.sendmsg([body], ancillary, 0, f"\0{name[1:]}")
-                            except OSError:
-                                pass
             time.sleep(1e-3)
         own.close()
 
     stranger = threading.Thread(target=send)
     stranger.start()
     try:
-        for _ in range(20):
+        for _ in range(5):
             memory = _allocate(comm, 64)
             _use(comm, memory, 64)
             memory.free()
@@ -186,5 +184,4 @@ def check_messages_of_strangers_are_dropped(comm: MPI.Intracomm) -> None:
 
 
 if __name__ == "__main__":
-    np.seterr(all="raise")
     main(__name__)
