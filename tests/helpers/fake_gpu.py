@@ -212,6 +212,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "wait_event": lambda stream, event: fake.waits.append((stream, event)),
         "wait_stream": lambda stream, other: fake.waits.append((stream, ("all of", other))),
         "synchronize": lambda stream: None,
+        "end_of_work": lambda: Event(0),
+        "write_int32_now": lambda ptr, value: None,
         "fill": lambda ptr, byte, num_bytes: fake.fills.append((ptr, byte, num_bytes)),
         "copy_async": lambda to, source, num_bytes, stream: fake.copies.append((to, source, num_bytes)),
         "allocate": allocate,

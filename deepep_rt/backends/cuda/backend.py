@@ -138,7 +138,7 @@ class CudaBackend:
                 self.runtime.network.start_relay()
         except Exception:
             if self._frees_alone:
-                if self._stops_in_time():
+                if self._stops_in_time(False):
                     self._resources.close()
             elif self._all_ranks_free(self._memory.consensus is None, config.timeout_s):
                 self._resources.close()
@@ -279,7 +279,7 @@ class CudaBackend:
             run_waiting()  # the relay has ended, and no call may follow
 
     def _destroy(self, in_touch: bool, error: BaseException | None) -> None:
-        config, monitor, is_sound = self._config, self.runtime.monitor, False
+        monitor, is_sound = self.runtime.monitor, False
         try:
             if error is not None:
                 monitor.failure_notice.notify(error)
@@ -287,32 +287,49 @@ class CudaBackend:
                 self.runtime.wait_for_calls()
                 is_sound = not monitor.is_broken and not self.masked_ranks()
         finally:
-            limit_s = config.timeout_s if config.on_timeout == "mask" else max(config.timeout_s, _MIN_DESTROY_TIMEOUT_S)
             if self._statistics is not None:
                 self._statistics.close()
-            is_free = self._frees_alone and self._stops_in_time()
-            if is_free:
-                self._free_memory()
-            all_free = self._all_ranks_free(is_sound, limit_s)
-        if all_free:
-            if not is_free:
-                self._free_memory()
+            if self._frees_alone:
+                self._leave(is_sound)
+            else:
+                self._leave_together(is_sound)
+
+    def _leave(self, is_sound: bool) -> None:
+        """Free the memory without the other ranks. `is_sound` says whether no call of this rank has failed."""
+        if self._stops_in_time(is_sound):
+            self._free_memory()
+        else:
+            warnings.warn(
+                "the GPU does not end its work; expected work that ends. The memory of this Buffer stays allocated",
+                stacklevel=2,
+            )
+        if is_sound:
+            self._free_communicators()
+
+    def _leave_together(self, is_sound: bool) -> None:
+        """Free the memory on all ranks or on none: a peer may still write to it, or may never come to free its own."""
+        config = self._config
+        limit_s = config.timeout_s if config.on_timeout == "mask" else max(config.timeout_s, _MIN_DESTROY_TIMEOUT_S)
+        if self._all_ranks_free(is_sound, limit_s):
+            self._free_memory()
             self._free_communicators()
             return
-        # Without memory of its own, a peer may still write to this memory, or may never come to free its own.
-        stays = "" if is_free else " The memory of this Buffer stays allocated"
         for consensus in (self._consensus, self._memory.consensus):
             if consensus is not None and consensus.silent_ranks:
                 if config.on_timeout == "raise":
                     raise consensus.timeout_error()
-                warnings.warn(f"{consensus.timeout_error()}{stays}", stacklevel=2)
+                warnings.warn(f"{consensus.timeout_error()} The memory of this Buffer stays allocated", stacklevel=2)
 
-    def _stops_in_time(self) -> bool:
-        """End the work of this GPU: kernels stop waiting for other ranks if the Buffer is broken. Return whether all work has ended."""
+    def _stops_in_time(self, is_sound: bool) -> bool:
+        """Return whether the work of this GPU has ended in time. Unless the Buffer is sound, kernels stop waiting for other ranks."""
         with self.context:
-            if (runtime := getattr(self, "runtime", None)) is not None and runtime.monitor.is_broken:
-                runtime.monitor.abort_waits()
-            end, limit = driver.end_of_work(), time.monotonic() + _STOP_S
+            try:
+                if not is_sound and (runtime := getattr(self, "runtime", None)) is not None:
+                    runtime.monitor.abort_waits()
+                end = driver.end_of_work()
+            except EPUnavailableError:  # the context has failed, and its work with it
+                return True
+            limit = time.monotonic() + (self._config.timeout_s if is_sound else _STOP_S)
             while not (is_over := end.done()) and time.monotonic() < limit:
                 time.sleep(1e-4)
         return is_over

@@ -202,6 +202,38 @@ def test_when_memory_is_freed(fake: FakeGpu, make: Any, monkeypatch: pytest.Monk
     assert (answers, fake.freed.count(BASE)) == ([True, True, True], 1)
 
 
+def test_a_rank_frees_memory_of_its_own_alone(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After any failure, and without asking the other ranks, once kernels wait for no rank any more."""
+    monkeypatch.setattr(nvshmem.allocate, "is_local", True)
+    answers: list[bool] = []
+    monkeypatch.setattr(Consensus, "all_ok", lambda self, sound, *_: answers.append(sound) or sound)
+
+    def fail(*_: Any) -> None:
+        raise EPUnavailableError("the CUDA driver reports CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    make().destroy()
+    assert "write_int32_now" not in fake.requests, "no kernel waits in a Buffer that is sound"
+    buffer = make()
+    with monkeypatch.context() as failing:
+        failing.setattr(buffer._backend.runtime.order, "synchronize", fail)
+        failing.setattr(driver, "end_of_work", fail)
+        with pytest.raises(EPUnavailableError):
+            buffer.destroy()
+    make().destroy(in_touch=False)
+    with pytest.raises(KeyError), make():
+        raise KeyError
+    buffer = make(low_latency=True)
+    buffer.mask_rank(2)
+    buffer.destroy()
+    assert (answers, fake.freed.count(BASE)) == ([True, True] * 5, 5)  # both in construction
+    assert fake.requests.count("write_int32_now") == 4
+    monkeypatch.setattr("deepep_rt.backends.cuda.backend._STOP_S", 0.01)
+    monkeypatch.setattr(driver.CudaEvent, "done", lambda event: False)
+    with pytest.warns(UserWarning, match="the GPU does not end its work.*stays allocated"):
+        make().destroy(in_touch=False)
+    assert fake.freed.count(BASE) == 5
+
+
 @pytest.mark.parametrize(
     ("module", "name", "steps_before"),
     [(nvshmem, "check_available", 0), (driver, "allocate_pinned", 1), (launch, "load", 1), (LowLatency, "clear_inboxes", 1)],
