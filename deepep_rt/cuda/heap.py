@@ -65,68 +65,81 @@ class HeapMemory:
         ranks_per_node: int | None = None,
         network: NetworkOptions | None = None,
     ) -> None:
-        here, rank = comm.ranks_on_host(), comm.Get_rank()
-        self._resources = ExitStack()
-        is_group = len(here) < comm.Get_size()
-        group = comm.sub_comm(here) if is_group else comm
+        from . import driver, virtual_memory  # programs on the host backend may lack CUDA's bindings
+
+        self._device, self._num_bytes = driver.current_device(), num_bytes
+        self._unit = virtual_memory.granularity(self._device)
+        self._range, self._mappings = ExitStack(), ExitStack()
+        self._addresses: list[int] = []
         try:
-            addresses = self._share(group, num_bytes, timeout_s, here)
+            here = self._attach(comm, timeout_s)
         except BaseException:
-            self._resources.close()
-            if is_group:
-                group.abandon()
+            self.free()
             raise
-        if is_group:
-            group.Free()
-        self.ptr = addresses[here.index(rank)]
-        address_of = dict(zip(here, addresses, strict=True))
+        address_of = dict(zip(here, self._addresses, strict=True))
+        self.ptr = address_of[comm.Get_rank()]
         self.peers: Sequence[int] = [address_of.get(peer, 0) for peer in range(comm.Get_size())]
         self.network_ids: Sequence[int] = range(comm.Get_size())
 
-    def _share(self, group: Communicator, num_bytes: int, timeout_s: float, here: Sequence[int]) -> list[int]:
-        """Create, exchange and map the memory of all ranks of this host. Return the address of each rank's region."""
-        from . import driver, virtual_memory  # programs on the host backend may lack CUDA's bindings
+    def _attach(self, comm: Communicator, timeout_s: float) -> list[int]:
+        """Map fresh memory of all ranks of this host, at the addresses of before if there were some. Return these ranks. Collective."""
+        here = comm.ranks_on_host()
+        if len(here) == comm.Get_size():
+            self._share(comm, timeout_s, here)
+            return here
+        group = comm.sub_comm(here)
+        try:
+            self._share(group, timeout_s, here)
+        except BaseException:
+            group.abandon()
+            raise
+        group.Free()
+        return here
 
-        device = driver.current_device()
-        unit = max(group.allgather(virtual_memory.granularity(device)))
-        size = -(-num_bytes // unit) * unit
+    def _share(self, group: Communicator, timeout_s: float, here: Sequence[int]) -> None:
+        """Create, exchange and map the memory of the ranks of a group, which are the ranks `here` of the Buffer."""
+        from . import virtual_memory
+
+        unit = max(group.allgather(self._unit))
+        size = -(-self._num_bytes // unit) * unit
         with ExitStack() as handles:
-            own, mine = self._agreed(group, functools.partial(_create, size, device, handles))
+            own, mine = _agreed(group, functools.partial(_create, size, self._device, handles))
             theirs = _exchange(group, mine, timeout_s)
             handles.callback(descriptors.close_all, theirs)
 
-            def attach() -> list[int]:
-                base = virtual_memory.reserve(size * len(theirs), unit)
-                self._resources.callback(virtual_memory.free_range, base, size * len(theirs))
+            def attach() -> bool:
+                if not self._addresses:
+                    base = virtual_memory.reserve(size * len(theirs), unit)
+                    self._range.callback(virtual_memory.free_range, base, size * len(theirs))
+                    self._addresses = [base + peer * size for peer in range(len(theirs))]
                 for peer, descriptor in enumerate(theirs):
                     memory = own
                     if descriptor >= 0:
                         memory = virtual_memory.import_from(descriptor)
                         handles.callback(virtual_memory.release, memory)
                     try:
-                        virtual_memory.map_at(base + peer * size, size, memory, device)
+                        virtual_memory.map_at(self._addresses[peer], size, memory, self._device)
                     except EPUnavailableError as error:
                         raise EPUnavailableError(
                             f"no direct path from the GPU of rank {here[group.Get_rank()]} to that of rank {here[peer]} ({error}); "
                             f"expected peer access (NVLink or PCIe) between all GPUs of a host"
                         ) from error
-                    self._resources.callback(virtual_memory.unmap, base + peer * size, size)
-                return [base + peer * size for peer in range(len(theirs))]
+                    self._mappings.callback(virtual_memory.unmap, self._addresses[peer], size)
+                return True
 
-            return self._agreed(group, attach)
+            _agreed(group, attach)
 
-    def _agreed(self, group: Communicator, step: Callable[[], _T]) -> _T:
-        """Make a step. Raise on every rank if it fails on one: the same kind of error with the same text."""
-        result, error = None, None
+    def sleep(self) -> None:
+        """Unmap the memory of all ranks. The addresses stay. No work of the GPU may use them until `wake`."""
+        self._mappings.close()
+
+    def wake(self, comm: Communicator, timeout_s: float) -> None:
+        """Map fresh memory at the same addresses. Collective. After an error, which is that of all ranks, the memory sleeps."""
         try:
-            result = step()
-        except EPError as found:
-            error = found
-        told = group.allgather(None if error is None else (isinstance(error, EPOutOfMemoryError), str(error)))
-        for is_memory, text in filter(None, told):
-            raise (EPOutOfMemoryError if is_memory else EPUnavailableError)(text) from error
-        assert result is not None
-        return result
+            self._attach(comm, timeout_s)
+        except BaseException:
+            self._mappings.close()
+            raise
 
     def all_free(self, is_ok: bool, timeout_s: float) -> bool:
         """Return `is_ok`: a rank frees its region alone."""
@@ -134,10 +147,25 @@ class HeapMemory:
 
     def free(self) -> None:
         """Unmap the regions of all ranks, and give up the memory of this one. No work of the GPU may use them any more."""
-        self._resources.close()
+        self._mappings.close()
+        self._range.close()
 
 
 allocate = HeapMemory
+
+
+def _agreed(group: Communicator, step: Callable[[], _T]) -> _T:
+    """Make a step. Raise on every rank if it fails on one: the same kind of error with the same text."""
+    result, error = None, None
+    try:
+        result = step()
+    except EPError as found:
+        error = found
+    told = group.allgather(None if error is None else (isinstance(error, EPOutOfMemoryError), str(error)))
+    for is_memory, text in filter(None, told):
+        raise (EPOutOfMemoryError if is_memory else EPUnavailableError)(text) from error
+    assert result is not None
+    return result
 
 
 def _create(size: int, device: int, handles: ExitStack) -> tuple[int, int]:

@@ -109,6 +109,44 @@ def test_too_little_memory_on_one_rank(comm, monkeypatch):
     assert _free_bytes(comm) >= before
 
 
+def test_sleep_and_wake(comm):
+    """A captured graph of both modes, a prepared call and ordinary calls give the same after the Buffer has slept."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    with _group_buffer(comm, num_max_tokens_per_rank=4096) as buffer:
+        idx, _ = routing(comm, 3, 100, 4, 8 * size)
+        x = torch.randn(100, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(rank)).bfloat16()
+        weights = torch.rand(idx.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(rank))
+
+        def step():
+            sent = buffer.dispatch(x, idx, weights, num_worst_tokens=100 * size)
+            back = buffer.combine(sent.recv_x, sent.handle).x
+            quick = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+            return back, buffer.low_latency_combine(quick.recv_x, idx, weights, quick.handle).x
+
+        known = buffer.dispatch(x, idx, weights)
+        prepared = buffer.prepare_throughput(x, known.handle)
+        for _ in range(2):
+            wanted = [part.clone() for part in step()]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        backend, least = buffer._backend, buffer._backend.runtime.layout.symmetric.num_bytes
+        for cycle in range(20):
+            awake = _free_bytes(comm)
+            backend.sleep()
+            assert _free_bytes(comm) - awake >= 0.9 * least, "the memory of all ranks is free"
+            backend.wake()
+            for part in captured:
+                part.fill_(7.0)
+            for _ in range(cycle % 3 + 1):
+                graph.replay()
+            for got, want in zip((*captured, *step()), 2 * wanted, strict=True):
+                assert torch.equal(got, want), cycle
+            again = prepared.dispatch()
+            assert torch.equal(prepared.combine(again.recv_x).x, wanted[0]), cycle
+            _use(buffer, comm, cycle)
+
+
 def test_nvshmem_is_not_loaded(comm):
     """Also with GPUs that each process hides from the others."""
     if not comm.rank:

@@ -116,6 +116,29 @@ def check_a_peer_may_write_on(comm: MPI.Intracomm) -> None:
     fresh.free()
 
 
+def check_memory_sleeps_and_wakes_at_its_addresses(comm: MPI.Intracomm) -> None:
+    before = _open()
+    memory, num_bytes = _allocate(comm, 2 * virtual_gpu.UNIT), 2 * virtual_gpu.UNIT
+    places = memory.ptr, list(memory.peers)
+    for cycle in range(5):
+        _use(comm, memory, num_bytes)
+        memory.sleep()
+        assert _open() == before
+        if cycle == 3 and comm.Get_rank() == comm.Get_size() - 1:
+            GPU.fail = {"export"}
+        if cycle == 3:
+            with raises(EPUnavailableError, "CUDA_ERROR_NOT_SUPPORTED"):
+                memory.wake(_communicator(comm), LIMIT_S)
+            GPU.fail = set()
+            assert _open() == before
+        memory.wake(_communicator(comm), LIMIT_S)
+        assert (memory.ptr, memory.peers) == places
+    _use(comm, memory, num_bytes)
+    memory.sleep()
+    memory.free()
+    assert (_open(), GPU.left) == (before, (0, 0, 0))
+
+
 def check_nothing_stays(comm: MPI.Intracomm) -> None:
     _allocate(comm, 64).free()
     before = _open()

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ... import _env
 from ..._finalizers import run_waiting
@@ -46,6 +46,9 @@ from .result_memory import CallMemory
 from .runtime import CudaRuntime
 from .statistics import GpuStatistics
 from .throughput import NodesThroughput, Throughput, ThroughputCalls
+
+if TYPE_CHECKING:
+    from ...cuda.heap import HeapMemory
 
 _TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
 MEASURE: Callable[..., LinkRates] | None = measure_links
@@ -261,6 +264,38 @@ class CudaBackend:
         """Copy GPU memory in the order of the stream."""
         assert stream is not None
         driver.copy_async(out.ptr, source, out.nbytes, stream)
+
+    def sleep(self) -> None:
+        """Give the symmetric memory back to the GPU. Collective. Results in it are lost; captured graphs and prepared calls are not."""
+        memory = self._own_memory()
+        self.runtime.synchronize()
+        if not self._stops_in_time(True):
+            raise EPUnavailableError(
+                "the GPU does not end its work; expected no work that uses this Buffer. Wait for captured graphs."
+            )
+        memory.sleep()
+        self._all_ranks("let their Buffer sleep")
+
+    def wake(self) -> None:
+        """Take memory again, at the same addresses. Collective."""
+        self._own_memory().wake(self.comm, self._config.timeout_s)
+        self.runtime.clear_flags()
+        if self._config.low_latency:
+            self.low_latency.clear_inboxes()
+        driver.synchronize(0)
+        self._all_ranks("wake their Buffer")  # a peer may write only after all ranks have cleared their flags
+
+    def _own_memory(self) -> HeapMemory:
+        if not self._frees_alone:
+            raise EPUnavailableError(
+                "the memory of this Buffer belongs to NVSHMEM or a relay; expected memory that can sleep. Set "
+                "DEEPEP_RT_SYMMETRIC_MEMORY=heap on all ranks of one host."
+            )
+        return cast("HeapMemory", self._memory)
+
+    def _all_ranks(self, action: str) -> None:
+        if not self._consensus.all_ok(True, action, self._config.timeout_s):
+            raise self._consensus.timeout_error()
 
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         """Release everything, if all ranks can. `error` is the exception that ends the Buffer; the other ranks hear of it.

@@ -110,12 +110,10 @@ class CudaRuntime:
         self.arch, self._resources = arch, resources
         self._allows_overlap = True
         self.use_shapes(shapes or {})
-        for region in ("control", "low_latency", "network"):  # flags start at zero
-            if self.regions.sizes.get(region):
-                driver.fill(self.address_of_region(region), 0, self.regions.sizes[region])
         self.state = driver.allocate(layout.local.num_bytes)
         resources.callback(driver.free, self.state)
         driver.fill(self.state, 0, layout.local.num_bytes)
+        self.clear_flags()
         self.network = NetworkMemory(comm, layout, memory, self.state, resources) if self.config.has_network else None
         of_wait = functools.partial(CudaRuntime._purpose_of_wait, weakref.proxy(self))  # no cycle: see _finalizers
         self.page = StatusPage(layout, self.rank, self.purposes, of_wait)
@@ -133,6 +131,15 @@ class CudaRuntime:
     def address_of_region(self, name: str) -> int:
         """Address of a region of symmetric memory on this rank."""
         return self.memory.ptr + self.regions.offsets[name]
+
+    def clear_flags(self) -> None:
+        """Set the flags and epochs of the kernels to those of a new Buffer. Statistics stay."""
+        for region in ("control", "low_latency", "network"):
+            if self.regions.sizes.get(region):
+                driver.fill(self.address_of_region(region), 0, self.regions.sizes[region])
+        driver.fill(self.state, 0, self.layout.local.offsets["statistics"])
+        for launches in self._launches.values():
+            launches[0] = 0
 
     def slots(self, num_bytes: int, count: int = 0) -> Slots:
         """Make Slots that live as long as the Buffer."""
