@@ -53,6 +53,16 @@ def poison(buffer):
     backend.comm.Barrier()
 
 
+def captured(comm, work, **how):
+    """Capture work in a CUDA graph, once the GPUs of all ranks are idle. Return the graph and the results."""
+    torch.cuda.synchronize()
+    comm.Barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **how):
+        results = work()
+    return graph, results
+
+
 def same(a, b):
     if a is None or b is None:
         assert a is b
