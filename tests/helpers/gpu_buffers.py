@@ -40,6 +40,28 @@ def rows(comm, seed, *shape, dtype=torch.bfloat16):
     return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
 
+def tokens(comm, buffer, seed, num_tokens, **how):
+    """Make rows, expert numbers and weights for a Buffer."""
+    config = buffer.config
+    idx, weights = routing(comm, seed, num_tokens, config.num_topk, config.num_experts, **how)
+    return rows(comm, seed, num_tokens, config.hidden), idx, weights
+
+
+def some(comm, seed, most):
+    """Draw the number of tokens of this rank."""
+    return int(np.random.default_rng([seed, comm.Get_rank()]).integers(0, most + 1))
+
+
+def rounds(comm, num_rounds, *, every=5, cycles=20e6):
+    """Count rounds. In every fifth one, the GPU of one rank is late."""
+    rng = np.random.default_rng(7)  # the same on all ranks
+    for i in range(num_rounds):
+        late = int(rng.integers(comm.Get_size()))
+        if i % every == 0 and comm.Get_rank() == late:
+            torch.cuda._sleep(int(cycles))
+        yield i
+
+
 def poison(buffer):
     """Fill all memory of results with bytes that no test expects."""
     backend = buffer._backend
@@ -61,6 +83,22 @@ def captured(comm, work, **how):
     with torch.cuda.graph(graph, **how):
         results = work()
     return graph, results
+
+
+def replays(comm, gpu, host, seeds, num_tokens, step, before=lambda: None):
+    """Capture `step(buffer, x, idx, weights)` once, and replay it with the tokens of each seed.
+
+    Yield the seed, the results of the replay, and what the host backend returns. `before`: a call between the new tokens and a replay.
+    """
+    given = tokens(comm, gpu, seeds[0] - 1, num_tokens)
+    step(gpu, *given)
+    graph, results = captured(comm, lambda: step(gpu, *given))
+    for seed in seeds:
+        for mine, new in zip(given, tokens(comm, gpu, seed, num_tokens), strict=True):
+            mine.copy_(new)
+        before()
+        graph.replay()
+        yield seed, results, step(host, *cpu(*given))
 
 
 def same(a, b):
