@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import captured, cpu, make, poison, replays, rounds, routing, rows, same, some  # noqa: E402
+from gpu_buffers import captured, cpu, make, poison, replays, rounds, routing, rows, same, some, tokens  # noqa: E402
 
 from deepep_rt import EPTimeoutError  # noqa: E402
 
@@ -99,22 +99,21 @@ def test_graph(comm):
 
 def test_conversion_in_a_graph(comm):
     """Replays convert the rows of that time, among calls that would reuse the memory of the converted rows."""
-    tokens, hidden = 96, 1024
+    num_tokens, hidden = 96, 1024
     with make(comm, hidden=hidden) as gpu, make(comm, "host", hidden=hidden) as host:
-        x, (idx, weights) = rows(comm, 1, tokens, hidden), routing(comm, 1, tokens, 8, gpu.config.num_experts)
+        x, idx, weights = tokens(comm, gpu, 1, num_tokens)
         for layout in ("token", "expert"):
-            options = dict(layout=layout, num_worst_tokens=2 * tokens * 8, use_fp8=True)
+            options = dict(layout=layout, num_worst_tokens=2 * num_tokens * 8, use_fp8=True)
             if layout == "token":
-                options["num_worst_tokens"] = comm.Get_size() * tokens
+                options["num_worst_tokens"] = comm.Get_size() * num_tokens
 
             def convert(options=options):
                 sent = gpu.dispatch(x, idx, weights, **options)
                 return sent.recv_x, sent.recv_x_scales, sent
 
-            convert()
-            graph, (*got, _sent) = captured(comm, convert)
+            graph, (*got, _sent) = captured(comm, convert, warm_up=True)
             for seed in range(2, 6):
-                x.copy_(rows(comm, seed, tokens, hidden))
+                x.copy_(rows(comm, seed, num_tokens, hidden))
                 for _ in range(3):
                     gpu.dispatch(-x, idx, weights, layout=layout, use_fp8=True)
                 graph.replay()
@@ -143,7 +142,7 @@ def test_lost_rank_gives_nan(comm):
     if comm.Get_size() == 1:
         return
     gpu = make(comm, hidden=1024, timeout_s=2.0)
-    x, (idx, weights) = rows(comm, 1, 64, 1024), routing(comm, 1, 64, 8, gpu.config.num_experts)
+    x, idx, weights = tokens(comm, gpu, 1, 64)
 
     def step():
         sent = gpu.dispatch(x, idx, weights, layout="expert", num_worst_tokens=2048)

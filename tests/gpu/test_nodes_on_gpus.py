@@ -150,8 +150,7 @@ def test_low_latency_calls_in_between(comm, settings):
 def test_ranks_that_differ(comm, settings):
     gpu, host = pair(comm, settings, hidden=512)
     with gpu, host:
-        idx, weights = routing(comm, 1, 40, 8, gpu.config.num_experts)
-        x = rows(comm, 1, 40, 512)
+        x, idx, weights = tokens(comm, gpu, 1, 40)
         mine = None if comm.Get_rank() == comm.Get_size() - 1 else weights
         with pytest.raises(EPInputError, match="topk_weights"):
             dispatch_to_the_end(gpu, x, idx, mine, num_worst_tokens=400)
@@ -197,7 +196,7 @@ def test_calls_after_a_dispatch_with_too_many_rows(comm, settings):
 def test_a_silent_rank_is_named(comm, settings):
     last = comm.Get_size() - 1
     gpu = make(comm, hidden=512, timeout_s=2.0, **settings)
-    x, (idx, weights) = rows(comm, 1, 40, 512), routing(comm, 1, 40, 8, gpu.config.num_experts)
+    x, idx, weights = tokens(comm, gpu, 1, 40)
     if comm.Get_rank() != last:
         with pytest.raises(EPTimeoutError) as caught:
             dispatch_to_the_end(gpu, x, idx, weights)

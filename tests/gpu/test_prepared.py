@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import TAKE_TURNS, cpu, make, routing, rows, same  # noqa: E402
+from gpu_buffers import TAKE_TURNS, cpu, make, routing, rows, same, tokens  # noqa: E402
 from gpu_low_latency import formats, round_trip  # noqa: E402
 from gpu_prepared import TOKENS, LowLatency, Throughput, WithHooks, each, kind  # noqa: E402
 
@@ -147,7 +147,7 @@ def test_low_latency_calls_between_others(comm, kind, num_slots, num_rounds):
     with gpu, host:
         for i, check in rounds(comm, kind(comm, gpu, host, 30, **kind.most_arrays()), num_rounds):
             if i % 5 == 0:
-                x, (idx, weights) = rows(comm, i, 50, 512), routing(comm, i, 50, 8, gpu.config.num_experts)
+                x, idx, weights = tokens(comm, gpu, i, 50)
                 same(gpu.dispatch(x, idx, weights).recv_x, host.dispatch(*cpu(x, idx, weights)).recv_x)
             check()
             round_trip(comm, gpu, host, 200 + i, 40, early_weights=i % 2 == 0, reduce=i % 3 != 0, use_fp8=False)
@@ -210,8 +210,7 @@ def test_fixed_number_of_rows(comm, kind):
     """A handle of `num_worst_tokens` has padding rows, or brings fewer rows than arrive."""
     gpu, host = kind.make_both(comm)
     with gpu, host:
-        idx, _ = routing(comm, 400, 50, gpu.config.num_topk, gpu.config.num_experts)
-        x = rows(comm, 400, 50, kind.hidden)
+        x, idx, _ = tokens(comm, gpu, 400, 50)
         for worst in (128 * comm.Get_size(), 7):
             handle = gpu.dispatch(x, idx, num_worst_tokens=worst).handle
             want = host.dispatch(*cpu(x, idx), num_worst_tokens=worst)
@@ -282,8 +281,7 @@ def test_memory_of_low_latency_calls(comm, kind):
 def test_rows_by_expert_are_refused(comm, kind):
     gpu, host = kind.make_both(comm)
     with gpu, host:
-        idx, _ = routing(comm, 700, 50, gpu.config.num_topk, gpu.config.num_experts)
-        x = rows(comm, 700, 50, kind.hidden)
+        x, idx, _ = tokens(comm, gpu, 700, 50)
         handle = gpu.dispatch(x, idx, layout="expert").handle
         with pytest.raises(EPInputError, match=r"layout='expert'; expected 'token'.*dispatch\(handle=\)"):
             gpu.prepare_throughput(x, handle)

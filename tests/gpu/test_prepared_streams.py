@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import TAKE_TURNS, captured, make, routing, rows, same  # noqa: E402
+from gpu_buffers import TAKE_TURNS, captured, make, same, tokens  # noqa: E402
 from gpu_prepared import LowLatency, Throughput, WithHooks, each, kind, received  # noqa: E402
 
 from deepep_rt import EPInputError  # noqa: E402
@@ -93,8 +93,7 @@ def test_first_combine_in_a_capture(comm, kind):
 def test_preparing_in_a_capture(comm, kind):
     """It is refused if the capture is on the stream of the last call. The Buffer stays usable."""
     with make(comm, hidden=512, num_experts=8 * comm.Get_size(), low_latency=True) as gpu:
-        idx, weights = routing(comm, 70, 20, 8, gpu.config.num_experts)
-        x = rows(comm, 70, 20, 512)
+        x, idx, weights = tokens(comm, gpu, 70, 20)
         stream = torch.cuda.Stream()
 
         def work():

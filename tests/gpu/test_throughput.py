@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX allocates most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import SHARED_GPUS, cpu, make, poison, routing, rows, same  # noqa: E402
+from gpu_buffers import SHARED_GPUS, cpu, make, poison, routing, rows, same, tokens  # noqa: E402
 from gpu_throughput import check_graph, check_known_routing_and_fixed_size, check_rounds, round_trip, same_dispatch  # noqa: E402
 
 from deepep_rt import EPOutOfMemoryError  # noqa: E402
@@ -143,8 +143,7 @@ def test_host_time(comm):
         return 1e6 * min(comm.allgather(min(times)))
 
     with make(comm, low_latency=True, num_max_tokens_per_rank=128) as gpu:
-        idx, weights = routing(comm, 97, 64, 8, gpu.config.num_experts)
-        x = rows(comm, 97, 64, 7168)
+        x, idx, weights = tokens(comm, gpu, 97, 64)
         fp8 = has_fp8(compiler.target_arch())
         known, quick = gpu.dispatch(x, idx, weights).handle, gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=fp8)
         y = rows(comm, 98, *quick.recv_x.shape)

@@ -75,10 +75,15 @@ def poison(buffer):
     backend.comm.Barrier()
 
 
-def captured(comm, work, **how):
-    """Capture work in a CUDA graph, once the GPUs of all ranks are idle. Return the graph and the results."""
+def captured(comm, work, *, warm_up=False, **how):
+    """Capture work in a CUDA graph, once the GPUs of all ranks are idle. Return the graph and the results.
+
+    `warm_up`: do the work once before, so that there is memory for results.
+    """
+    held = work() if warm_up else None
     torch.cuda.synchronize()
     comm.Barrier()
+    del held
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, **how):
         results = work()
@@ -91,8 +96,7 @@ def replays(comm, gpu, host, seeds, num_tokens, step, before=lambda: None):
     Yield the seed, the results of the replay, and what the host backend returns. `before`: a call between the new tokens and a replay.
     """
     given = tokens(comm, gpu, seeds[0] - 1, num_tokens)
-    step(gpu, *given)
-    graph, results = captured(comm, lambda: step(gpu, *given))
+    graph, results = captured(comm, lambda: step(gpu, *given), warm_up=True)
     for seed in seeds:
         for mine, new in zip(given, tokens(comm, gpu, seed, num_tokens), strict=True):
             mine.copy_(new)
