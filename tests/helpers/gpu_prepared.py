@@ -89,19 +89,7 @@ class Calls(ABC):
 class Throughput(Calls):
     """Dispatches with a handle, and combines.
 
-    Args:
-        comm: The ranks.
-        gpu: The Buffer on GPUs.
-        host: The Buffer of the host backend.
-        seed: Decides the routing and the first values.
-        num_tokens: Of this rank.
-        dtype: Of `x`.
-        y_dtype: Of the rows of combines.
-        scales: Whether dispatches send scales.
-        with_idx: Whether dispatches send `topk_idx` and weights, and combines the weights of rows.
-        num_biases: Biases of combines.
-        compress: The form of rows in combines.
-        how: Other options of `prepare_throughput`.
+    `with_idx`: dispatches send `topk_idx` and weights, and combines the weights of rows. `how`: other options of `prepare_throughput`.
     """
 
     name, hidden, sizes = "throughput", 1024, {}
