@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import TAKE_TURNS, captured, cpu, make, read, rounds, rows, same, some, tokens, write  # noqa: E402
+from gpu_buffers import TAKE_TURNS, captured, cpu, make, read, replay_often, rounds, rows, same, some, tokens, write  # noqa: E402
 from gpu_low_latency import FORMATS, both_calls, formats, make_both, outputs, round_trip, same_sent, transport  # noqa: E402
 
 from deepep_rt.kernels import structs  # noqa: E402
@@ -133,22 +133,15 @@ def test_graph(comm):
         x, *_ = given = tokens(comm, gpu, 1, 64)
         how = dict(rows_of=lambda recv_x: recv_x.to(torch.bfloat16), use_fp8=len(formats()) > 1)
         graph, (sent, back) = captured(comm, lambda: both_calls(gpu, *given, **how), warm_up=True)
-        before, num_wrong = torch.zeros_like(back.x), torch.zeros(1, dtype=torch.int64, device="cuda")
-        for i in range(replays):
-            if i % every == 0:
-                for mine, new in zip(given, tokens(comm, gpu, i, 64), strict=True):
-                    mine.copy_(new)
-            else:
-                x.mul_(-1)
-            graph.replay()
-            if i % every:
-                num_wrong += (back.x != -before).sum()
-            before.copy_(back.x)
-            if (i + 1) % every == 0:
-                assert num_wrong.item() == 0
-                want, reference = both_calls(host, *cpu(*given), **how)
-                same_sent(sent, want)
-                same(back.x, reference.x)
+
+        def write(i):
+            for mine, new in zip(given, tokens(comm, gpu, i, 64), strict=True):
+                mine.copy_(new)
+
+        for _ in replay_often(graph, back.x, replays, every, write, lambda: x.mul_(-1)):
+            want, reference = both_calls(host, *cpu(*given), **how)
+            same_sent(sent, want)
+            same(back.x, reference.x)
 
 
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])

@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import TAKE_TURNS, captured, make, same, tokens  # noqa: E402
+from gpu_buffers import TAKE_TURNS, captured, make, replay_often, same, tokens  # noqa: E402
 from gpu_prepared import LowLatency, Throughput, WithHooks, each, kind, received  # noqa: E402
 
 from deepep_rt import EPInputError  # noqa: E402
@@ -24,22 +24,11 @@ def test_graph(comm, kind):
         calls = kind(comm, gpu, host, 50, **kind.most_arrays())
         calls.check(*calls.run())
         graph, (sent, back) = captured(comm, calls.run)
-        before, num_wrong = torch.zeros_like(back.x), torch.zeros(1, dtype=torch.int64, device="cuda")
-        for i in range(replays):
-            if i % every == 0:
-                calls.write(3000 + 10 * i)
-            else:
-                calls.y.mul_(-1)
-            graph.replay()
-            if i % every:
-                num_wrong += (back.x != -before).sum()
-            before.copy_(back.x)
-            if (i + 1) % every == 0:
-                assert num_wrong.item() == 0
-                calls.check(sent, back)
-                calls.check(*calls.run())
-                kind.round_trip(comm, gpu, host, 400 + i, 40)
-                gpu.check()
+        for i in replay_often(graph, back.x, replays, every, lambda i: calls.write(3000 + 10 * i), lambda: calls.y.mul_(-1)):
+            calls.check(sent, back)
+            calls.check(*calls.run())
+            kind.round_trip(comm, gpu, host, 400 + i, 40)
+            gpu.check()
         torch.cuda.synchronize()
         comm.Barrier()
 

@@ -105,6 +105,26 @@ def replays(comm, gpu, host, seeds, num_tokens, step, before=lambda: None):
         yield seed, results, step(host, *cpu(*given))
 
 
+def replay_often(graph, sums, num_replays, every, write, negate):
+    """Replay a graph without a wait. `negate` changes the sign of its sums; in each of `every` replays, `write(number)` changes its inputs.
+
+    Yield the number of a replay before each such change. All signs before it were right.
+    """
+    before, num_wrong = torch.zeros_like(sums), torch.zeros(1, dtype=torch.int64, device="cuda")
+    for i in range(num_replays):
+        if i % every:
+            negate()
+        else:
+            write(i)
+        graph.replay()
+        if i % every:
+            num_wrong += (sums != -before).sum()
+        before.copy_(sums)
+        if (i + 1) % every == 0:
+            assert num_wrong.item() == 0
+            yield i
+
+
 def same(a, b):
     if a is None or b is None:
         assert a is b
