@@ -7,13 +7,12 @@ import gc
 import statistics
 import time
 
-import numpy as np
 import pytest
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import TAKE_TURNS, cpu, make, routing, rows, same, tokens  # noqa: E402
+from gpu_buffers import TAKE_TURNS, cpu, make, rounds, routing, rows, same, tokens  # noqa: E402
 from gpu_low_latency import formats, round_trip  # noqa: E402
 from gpu_prepared import TOKENS, LowLatency, Throughput, WithHooks, each, kind  # noqa: E402
 
@@ -112,13 +111,9 @@ def test_rows_of_other_arrays(comm, kind):
         assert len(places) == 1
 
 
-def rounds(comm, calls, num_rounds):
+def mixed_rounds(comm, calls, num_rounds):
     """Make calls. Some ranks prepare theirs, others do not, and one is late. Yield the number of a round and the check of its results."""
-    rng = np.random.default_rng(5)  # the same on all ranks
-    for i in range(num_rounds):
-        late = int(rng.integers(comm.Get_size()))
-        if i % 4 == 0 and comm.Get_rank() == late:
-            torch.cuda._sleep(int(10e6))
+    for i in rounds(comm, num_rounds, every=4, cycles=10e6):
         calls.write(2000 + 10 * i)
         sent, back = calls.run() if (comm.Get_rank() + i) % 3 else calls.ordinary()
         yield i, functools.partial(calls.check, sent, back)
@@ -129,7 +124,7 @@ def test_throughput_calls_between_others(comm, kind):
     """Ordinary calls of both modes come in between. All ranks change the number of SMs."""
     gpu, host = kind.make_both(comm, low_latency=True, num_slots=3)
     with gpu, host:
-        for i, check in rounds(comm, kind(comm, gpu, host, 200, with_idx=True, num_biases=1), 50):
+        for i, check in mixed_rounds(comm, kind(comm, gpu, host, 200, with_idx=True, num_biases=1), 50):
             if i % 5 == 0:
                 kind.round_trip(comm, gpu, host, 3000 + i, 50)
             if i % 7 == 0:
@@ -145,7 +140,7 @@ def test_low_latency_calls_between_others(comm, kind, num_slots, num_rounds):
     """Ordinary and throughput calls come in between."""
     gpu, host = kind.make_both(comm, num_slots=num_slots)
     with gpu, host:
-        for i, check in rounds(comm, kind(comm, gpu, host, 30, **kind.most_arrays()), num_rounds):
+        for i, check in mixed_rounds(comm, kind(comm, gpu, host, 30, **kind.most_arrays()), num_rounds):
             if i % 5 == 0:
                 x, idx, weights = tokens(comm, gpu, i, 50)
                 same(gpu.dispatch(x, idx, weights).recv_x, host.dispatch(*cpu(x, idx, weights)).recv_x)

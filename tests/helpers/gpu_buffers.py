@@ -53,7 +53,7 @@ def some(comm, seed, most):
 
 
 def rounds(comm, num_rounds, *, every=5, cycles=20e6):
-    """Count rounds. In every fifth one, the GPU of one rank is late."""
+    """Count rounds. In one of `every`, the GPU of one rank is late."""
     rng = np.random.default_rng(7)  # the same on all ranks
     for i in range(num_rounds):
         late = int(rng.integers(comm.Get_size()))
