@@ -6,7 +6,7 @@ Checks that return at once unless `spmd.backend` is "host" use internals of the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -60,32 +60,25 @@ def check_rank_that_stops(comm: MPI.Intracomm) -> None:
         idle_barrier(comm)
 
 
-def _check_sums_without_the_last_rank(
-    comm: MPI.Intracomm, seed: int, variant: dict[str, bool], stop: Callable[[Buffer, Callable[[], Any]], None]
-) -> None:
-    """The last rank ends in `stop(buffer, its combine)`. The others add up rows without it, and go on together."""
-    rank, last, answering = comm.Get_rank(), comm.Get_size() - 1, range(comm.Get_size() - 1)
-    reduce_early = supported_reduction(variant["reduce_early"])
-    with buffer_that_some_leave(comm, on_timeout="mask") as buffer:
-        inputs, y = make_low_latency_inputs(comm, seed, lambda rank: 9), expert_outputs(buffer, seed)
-        sent = dispatch(buffer, inputs[rank], variant["early"])
-        experts = buffer.config.num_experts
-        low_latency_oracle.check_dispatch(sent, low_latency_oracle.expected_dispatch(rank, inputs, experts))
-        call = partial(combine, buffer, inputs[rank], y[rank], sent, reduce_early)
-        if rank == last:
-            stop(buffer, call)
-        else:
-            back = call()
-            how = dict(reduce_early=reduce_early, answering=answering)
-            assert_same("x", back.x, low_latency_oracle.expected_combine(rank, inputs, y, experts, **how))
-            assert buffer.query_masked_ranks() == [last]
-            run_all_steps(comm, buffer, seed + 10, answering)
-        idle_barrier(comm)
-
-
 def check_rank_silent_before_combine(comm: MPI.Intracomm) -> None:
+    rank, last, all_ranks = comm.Get_rank(), comm.Get_size() - 1, range(comm.Get_size())
     for number, variant in enumerate((VARIANTS[0], VARIANTS[3])):
-        _check_sums_without_the_last_rank(comm, 700 + number, variant, lambda buffer, call: None)
+        with buffer_that_some_leave(comm, on_timeout="mask") as buffer:
+            inputs, y = make_low_latency_inputs(comm, 700 + number, lambda rank: 9), expert_outputs(buffer, 700)
+            sent = dispatch(buffer, inputs[rank], variant["early"])
+            arrived = low_latency_oracle.expected_dispatch(rank, inputs, buffer.config.num_experts)
+            low_latency_oracle.check_dispatch(sent, arrived)
+            if rank != last:
+                back = combine(buffer, inputs[rank], y[rank], sent, supported_reduction(variant["reduce_early"]))
+                wanted = low_latency_oracle.expected_combine(
+                    *(rank, inputs, y, buffer.config.num_experts),
+                    reduce_early=supported_reduction(variant["reduce_early"]),
+                    answering=all_ranks[:-1],
+                )
+                assert_same("x", back.x, wanted)
+                assert buffer.query_masked_ranks() == [last]
+                run_all_steps(comm, buffer, 710, all_ranks[:-1])
+            idle_barrier(comm)
 
 
 def check_slow_rank_that_returns(comm: MPI.Intracomm) -> None:
@@ -224,9 +217,29 @@ def check_headers_that_reach_one_rank(comm: MPI.Intracomm) -> None:
 
 
 def check_headers_of_combine_without_rows(comm: MPI.Intracomm) -> None:
-    if spmd.backend == "host":
-        for number, variant in enumerate(VARIANTS[:3]):
-            _check_sums_without_the_last_rank(comm, 1250 + number, variant, _stop_after_headers)
+    if spmd.backend != "host":
+        return
+    rank, last, all_ranks = comm.Get_rank(), comm.Get_size() - 1, range(comm.Get_size())
+    for number, variant in enumerate(VARIANTS[:3]):
+        with buffer_that_some_leave(comm, on_timeout="mask") as buffer:
+            inputs, y = make_low_latency_inputs(comm, 1250 + number, lambda rank: 9), expert_outputs(buffer, 1250)
+            sent = dispatch(buffer, inputs[rank], variant["early"])
+            if rank == last:
+                _stop_after_headers(
+                    buffer, partial(combine, buffer, inputs[rank], y[rank], sent, supported_reduction(variant["reduce_early"]))
+                )
+            else:
+                wanted = low_latency_oracle.expected_combine(
+                    *(rank, inputs, y, buffer.config.num_experts),
+                    reduce_early=supported_reduction(variant["reduce_early"]),
+                    answering=all_ranks[:-1],
+                )
+                assert_same(
+                    "x", combine(buffer, inputs[rank], y[rank], sent, supported_reduction(variant["reduce_early"])).x, wanted
+                )
+                assert buffer.query_masked_ranks() == [last]
+                run_all_steps(comm, buffer, 1260, all_ranks[:-1])
+            idle_barrier(comm)
 
 
 def check_throughput_calls_discard_old_headers(comm: MPI.Intracomm) -> None:
