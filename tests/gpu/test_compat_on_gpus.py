@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import functools
 
-from deepep_rt import EPInputError, EPUnavailableError
-from deepep_rt.jit import compiler
-from deepep_rt.kernels.tuning import has_fp8
+import pytest
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
+
+from gpu_buffers import captured  # noqa: E402
+
+from deepep_rt import EPInputError, EPUnavailableError  # noqa: E402
+from deepep_rt.jit import compiler  # noqa: E402
+from deepep_rt.kernels.tuning import has_fp8  # noqa: E402
 
 PROGRAMS = [
     "run_normal",
@@ -206,12 +210,7 @@ def test_normal_calls_in_a_graph(program, comm):
             combined, _, _ = buffer.combine(recv_x, handle)
             return recv_x, recv_idx, handle[0], handle[3], combined
 
-        step()
-        torch.cuda.synchronize()
-        comm.Barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, results = captured(comm, step, warm_up=True)
         for seed in (5, 6):
             fresh, other = _normal(program, world, buffer, seed)
             x.copy_(fresh)
@@ -219,12 +218,12 @@ def test_normal_calls_in_a_graph(program, comm):
             graph.replay()
             eager = step()
             num_recv = int(eager[2][-1, world.rank])
-            for name, replayed, expected in zip(("rows", "experts", "matrix", "sources", "sums"), captured, eager, strict=True):
+            for name, replayed, expected in zip(("rows", "experts", "matrix", "sources", "sums"), results, eager, strict=True):
                 n = num_recv if name in ("rows", "experts", "sources") else None
                 assert torch.equal(replayed[:n], expected[:n]), name
         torch.cuda.synchronize()
         comm.Barrier()
-        del graph, captured
+        del graph, results
 
 
 def test_low_latency_calls_in_a_graph(program, comm):
@@ -252,31 +251,22 @@ def test_low_latency_calls_in_a_graph(program, comm):
 
         for hooked in (False, True):
             fill(1)
-            step(hooked)
-            torch.cuda.synchronize()
-            comm.Barrier()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = step(hooked)
+            graph, results = captured(comm, functools.partial(step, hooked), warm_up=True)
             for seed in (2, 3):
                 fill(seed)
                 graph.replay()
-                scales, count, info, ranges, combined = captured
+                scales, count, info, ranges, combined = results
                 eager = step(hooked)
-                for name, replayed, expected in zip(
-                    ("counts", "sources", "ranges", "sums"), captured[1:], eager[1:], strict=True
-                ):
+                for name, replayed, expected in zip(("counts", "sources", "ranges", "sums"), results[1:], eager[1:], strict=True):
                     assert torch.equal(replayed, expected), name
                 for e in range(2):
                     assert torch.equal(scales[e, : int(count[e])], eager[0][e, : int(count[e])])
             torch.cuda.synchronize()
             comm.Barrier()
-            del graph, captured, scales, count, info, ranges, combined, eager
+            del graph, results, scales, count, info, ranges, combined, eager
 
 
 def test_a_capture_does_not_make_memory(program, comm):
-    from deepep_rt import EPInputError
-
     world = program.World(comm, "cuda")
     with world.buffer(low_latency_mode=True) as buffer:
         x = torch.zeros((8, program.HIDDEN), dtype=torch.bfloat16, device="cuda")

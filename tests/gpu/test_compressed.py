@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import cpu, make, poison, routing, rows, same  # noqa: E402
+from gpu_buffers import cpu, make, poison, replays, rows, same, some, tokens  # noqa: E402
 
 from deepep_rt import EPUnavailableError  # noqa: E402
 from deepep_rt.arrays.compressed_rows import COMPRESSIONS  # noqa: E402
@@ -25,9 +25,8 @@ def forms():
 
 def send_on_both(comm, gpu, host, seed, num_tokens, **options):
     """Dispatch the same tokens on both backends."""
-    idx, weights = routing(comm, seed, num_tokens, gpu.config.num_topk, gpu.config.num_experts)
-    x = rows(comm, seed, num_tokens, gpu.config.hidden)
-    return gpu.dispatch(x, idx, weights, **options), host.dispatch(*cpu(x, idx, weights), **options)
+    given = tokens(comm, gpu, seed, num_tokens)
+    return gpu.dispatch(*given, **options), host.dispatch(*cpu(*given), **options)
 
 
 def sum_on_both(comm, gpu, host, got, want, y, compress, *, num_tokens, seed, num_biases=1, **options):
@@ -115,39 +114,24 @@ def test_rows_by_expert(comm):
 
 def test_graph(comm):
     """Capture combines of all kinds once. Replay them with other tokens into memory that holds other bytes, among ordinary calls."""
-    tokens, hidden, kinds = 96, 1024, [*forms(), None]
+    num_tokens, hidden, kinds = 96, 1024, [*forms(), None]
+
+    def step(buffer, x, idx, weights):
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=num_tokens * comm.Get_size())
+        y, how = sent.recv_x * 2, dict(topk_weights=sent.recv_topk_weights)
+        backs = [buffer.combine(y, sent.handle, compress=kind, **how) for kind in kinds]
+        return [(back.x, back.topk_weights) for back in backs], backs, sent
+
     with make(comm, hidden=hidden) as gpu, make(comm, "host", hidden=hidden) as host:
-        worst = tokens * comm.Get_size()
-        x, (idx, weights) = rows(comm, 1, tokens, hidden), routing(comm, 1, tokens, 8, gpu.config.num_experts)
-
-        def step():
-            sent = gpu.dispatch(x, idx, weights, num_worst_tokens=worst)
-            y = sent.recv_x * 2
-            return sent, [gpu.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, compress=kind) for kind in kinds]
-
-        step()
-        gpu.synchronize()
-        comm.Barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            sent, backs = step()
-            sums = [(back.x, back.topk_weights) for back in backs]
-        for seed in range(2, 10):
-            new_idx, new_weights = routing(comm, seed, tokens, 8, gpu.config.num_experts)
-            x.copy_(rows(comm, seed, tokens, hidden)), idx.copy_(new_idx), weights.copy_(new_weights)
-            poison(gpu)
-            graph.replay()
-            want = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=worst)
-            for kind, (out, out_weights) in zip(kinds, sums, strict=True):
-                reference = host.combine(want.recv_x * 2, want.handle, topk_weights=want.recv_topk_weights, compress=kind)
-                same(out, reference.x)
-                same(out_weights, reference.topk_weights)
+        for seed, got, want in replays(comm, gpu, host, range(2, 10), num_tokens, step, lambda: poison(gpu)):
+            for (out, out_weights), (reference, reference_weights) in zip(got[0], want[0], strict=True):
+                same(out, reference)
+                same(out_weights, reference_weights)
             if seed % 3 == 0:
-                got, reference = send_on_both(comm, gpu, host, seed, 50)
-                y = rows(comm, seed, got.recv_x.shape[0], hidden)
+                sent, reference = send_on_both(comm, gpu, host, seed, 50)
+                y = rows(comm, seed, sent.recv_x.shape[0], hidden)
                 for kind in kinds:
-                    sum_on_both(comm, gpu, host, got, reference, y, kind, num_tokens=50, seed=seed)
-        del sent, backs
+                    sum_on_both(comm, gpu, host, sent, reference, y, kind, num_tokens=50, seed=seed)
 
 
 def test_50_rounds(comm):
@@ -160,11 +144,10 @@ def test_50_rounds(comm):
         for i in range(50):
             late = int(rng.integers(comm.Get_size()))
             gpu.num_sms = (24, 3, 64)[i % 3]
-            tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
             with torch.cuda.stream(streams[i % 2]):
                 if i % 5 == 0 and comm.Get_rank() == late:
                     torch.cuda._sleep(int(20e6))
-                got, want = send_on_both(comm, gpu, host, 10 * i, tokens)
+                got, want = send_on_both(comm, gpu, host, 10 * i, some(comm, i, 256))
                 for number in range(3):
                     compress = kinds[int(rng.integers(len(kinds)))]
                     y = rows(comm, 10 * i + number, got.recv_x.shape[0], 1024)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import cpu, make, poison, routing, rows, same  # noqa: E402
+from gpu_buffers import captured, cpu, make, poison, replays, rounds, routing, rows, same, some, tokens  # noqa: E402
 
 from deepep_rt import EPTimeoutError  # noqa: E402
 
@@ -79,55 +78,42 @@ def test_fixed_size(comm):
 
 def test_graph(comm):
     """A captured dispatch and weighted combine, replayed with other tokens, among calls outside of the graph."""
-    tokens, hidden = 96, 1024
+    num_tokens, hidden = 96, 1024
     with make(comm, hidden=hidden) as gpu, make(comm, "host", hidden=hidden) as host:
-        worst = 2 * tokens * gpu.config.num_topk
-        x, (idx, weights) = rows(comm, 1, tokens, hidden), routing(comm, 1, tokens, 8, gpu.config.num_experts)
-        options = dict(layout="expert", expert_alignment=16, num_worst_tokens=worst, zero_padding=True)
+        worst = 2 * num_tokens * gpu.config.num_topk
 
-        def step(x, idx, weights):
-            sent = gpu.dispatch(x, idx, weights, **options)
-            return sent, gpu.combine(sent.recv_x * 2, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True)
-
-        step(x, idx, weights)
-        gpu.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            sent, back = step(x, idx, weights)
-            sums = back.x
-        for seed in range(2, 8):
-            other, (other_idx, other_weights) = (
-                rows(comm, seed, tokens, hidden),
-                routing(comm, seed, tokens, 8, gpu.config.num_experts),
+        def step(buffer, x, idx, weights):
+            sent = buffer.dispatch(
+                x, idx, weights, layout="expert", expert_alignment=16, num_worst_tokens=worst, zero_padding=True
             )
-            x.copy_(other), idx.copy_(other_idx), weights.copy_(other_weights)
-            graph.replay()
-            want = host.dispatch(*cpu(x, idx, weights), **options)
-            reference = host.combine(want.recv_x * 2, want.handle, topk_weights=want.recv_topk_weights, weighted=True)
+            back = buffer.combine(sent.recv_x * 2, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True)
+            return sent, back.x
+
+        for seed, (sent, sums), (want, reference) in replays(comm, gpu, host, range(2, 8), num_tokens, step):
             gpu.synchronize()
             same_rows(sent, want, with_padding=True)
-            same(sums, reference.x)
+            same(sums, reference)
             if seed % 2:
-                round_trip(comm, gpu, host, 10 * seed, tokens)
+                round_trip(comm, gpu, host, 10 * seed, num_tokens)
 
 
 def test_conversion_in_a_graph(comm):
     """Replays convert the rows of that time, among calls that would reuse the memory of the converted rows."""
-    tokens, hidden = 96, 1024
+    num_tokens, hidden = 96, 1024
     with make(comm, hidden=hidden) as gpu, make(comm, "host", hidden=hidden) as host:
-        x, (idx, weights) = rows(comm, 1, tokens, hidden), routing(comm, 1, tokens, 8, gpu.config.num_experts)
+        x, idx, weights = tokens(comm, gpu, 1, num_tokens)
         for layout in ("token", "expert"):
-            options = dict(layout=layout, num_worst_tokens=2 * tokens * 8, use_fp8=True)
+            options = dict(layout=layout, num_worst_tokens=2 * num_tokens * 8, use_fp8=True)
             if layout == "token":
-                options["num_worst_tokens"] = comm.Get_size() * tokens
-            gpu.dispatch(x, idx, weights, **options)
-            gpu.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+                options["num_worst_tokens"] = comm.Get_size() * num_tokens
+
+            def convert(options=options):
                 sent = gpu.dispatch(x, idx, weights, **options)
-                got = sent.recv_x, sent.recv_x_scales
+                return sent.recv_x, sent.recv_x_scales, sent
+
+            graph, (*got, _sent) = captured(comm, convert, warm_up=True)
             for seed in range(2, 6):
-                x.copy_(rows(comm, seed, tokens, hidden))
+                x.copy_(rows(comm, seed, num_tokens, hidden))
                 for _ in range(3):
                     gpu.dispatch(-x, idx, weights, layout=layout, use_fp8=True)
                 graph.replay()
@@ -139,21 +125,13 @@ def test_conversion_in_a_graph(comm):
 
 def test_100_rounds(comm):
     """Calls of all sizes without pauses, on two streams, while earlier results are held."""
-    rng = np.random.default_rng(7)  # the same on all ranks
-    streams = [torch.cuda.Stream(), torch.cuda.current_stream()]
-    with (
-        make(comm, hidden=1024, num_max_tokens_per_rank=256) as gpu,
-        make(comm, "host", hidden=1024, num_max_tokens_per_rank=256) as host,
-    ):
+    streams, sizes = [torch.cuda.Stream(), torch.cuda.current_stream()], dict(hidden=1024, num_max_tokens_per_rank=256)
+    with make(comm, **sizes) as gpu, make(comm, "host", **sizes) as host:
         held = []
-        for i in range(100):
-            late = int(rng.integers(comm.Get_size()))
-            if i % 5 == 0 and comm.Get_rank() == late:
-                torch.cuda._sleep(int(20e6))
-            tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
+        for i in rounds(comm, 100):
             with torch.cuda.stream(streams[i // 10 % 2]):
                 zero = bool(i % 2)
-                held.append((*round_trip(comm, gpu, host, 10 * i, tokens, alignment=1 + i % 17, zero=zero), zero))
+                held.append((*round_trip(comm, gpu, host, 10 * i, some(comm, i, 256), alignment=1 + i % 17, zero=zero), zero))
                 if len(held) > i % 3:  # keep some results during later calls
                     got, want, zero = held.pop(0)
                     same_rows(got, want, with_padding=zero)
@@ -164,14 +142,14 @@ def test_lost_rank_gives_nan(comm):
     if comm.Get_size() == 1:
         return
     gpu = make(comm, hidden=1024, timeout_s=2.0)
-    x, (idx, weights) = rows(comm, 1, 64, 1024), routing(comm, 1, 64, 8, gpu.config.num_experts)
-    gpu.dispatch(x, idx, weights, layout="expert", num_worst_tokens=2048)
-    gpu.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    x, idx, weights = tokens(comm, gpu, 1, 64)
+
+    def step():
         sent = gpu.dispatch(x, idx, weights, layout="expert", num_worst_tokens=2048)
-        back = gpu.combine(sent.recv_x, sent.handle)
-        recv_x, sums = sent.recv_x, back.x
+        return sent, sent.recv_x, gpu.combine(sent.recv_x, sent.handle).x
+
+    gpu.dispatch(x, idx, weights, layout="expert", num_worst_tokens=2048)
+    graph, (sent, recv_x, sums) = captured(comm, step)
     graph.replay()
     gpu.synchronize()
     arrived = int(sent.num_recv_tokens[0])

@@ -8,8 +8,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import TAKE_TURNS, cpu, make, read, routing, rows, same, write  # noqa: E402
-from gpu_low_latency import FORMATS, formats, make_both, outputs, round_trip, same_sent, transport  # noqa: E402
+from gpu_buffers import TAKE_TURNS, captured, cpu, make, read, replay_often, rounds, rows, same, some, tokens, write  # noqa: E402
+from gpu_low_latency import FORMATS, both_calls, formats, make_both, outputs, round_trip, same_sent, transport  # noqa: E402
 
 from deepep_rt.kernels import structs  # noqa: E402
 from deepep_rt.kernels.layout import Layout  # noqa: E402
@@ -49,18 +49,11 @@ def test_100_rounds(comm, num_slots, num_rounds):
     """Calls without pauses, with delays on one rank, and throughput calls in between. They show early reuse of an inbox."""
     gpu, host = make_both(comm, hidden=512, num_slots=num_slots)
     with gpu, host:
-        rng = np.random.default_rng(5)  # the same on all ranks
-        for i in range(num_rounds):
-            if i % 4 == 0 and comm.Get_rank() == int(rng.integers(comm.Get_size())):
-                torch.cuda._sleep(int(10e6))
-            options = formats()[i % len(formats())]
-            tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 129))
-            round_trip(
-                comm, gpu, host, 5 * i, tokens, early_weights=i % 2 == 0, reduce=i % 3 != 0, **{"use_fp8": True, **options}
-            )
+        for i in rounds(comm, num_rounds, every=4, cycles=10e6):
+            options = {"use_fp8": True, **formats()[i % len(formats())]}
+            round_trip(comm, gpu, host, 5 * i, some(comm, i, 128), early_weights=i % 2 == 0, reduce=i % 3 != 0, **options)
             if i % 10 == 0:
-                idx, weights = routing(comm, i, 50, 8, gpu.config.num_experts)
-                x = rows(comm, i, 50, 512)
+                x, idx, weights = tokens(comm, gpu, i, 50)
                 same(gpu.dispatch(x, idx, weights).recv_x, host.dispatch(*cpu(x, idx, weights)).recv_x)
 
 
@@ -110,11 +103,10 @@ def test_rows_that_look_like_the_empty_sentinel(comm):
     """NaNs with all bits set arrive as NaNs."""
     gpu, host = make_both(comm, hidden=512)
     with gpu, host:
-        x, y = rows(comm, 1, 40, 512), outputs(comm, gpu, 2)
+        (x, idx, weights), y = tokens(comm, gpu, 1, 40), outputs(comm, gpu, 2)
         for array in (x, y):
             array.view(torch.int32)[..., ::7] = -1
             array.view(torch.int16)[..., 101::50] = -1
-        idx, weights = routing(comm, 1, 40, 8, gpu.config.num_experts)
         cx, cy, ci, cw = cpu(x, y, idx, weights)
         for use_fp8 in sorted({False, len(formats()) > 1}):
             got = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=use_fp8)
@@ -138,38 +130,18 @@ def test_graph(comm):
     gpu, host = make_both(comm, hidden=1024)
     replays, every = (200, 50) if TAKE_TURNS else (10_000, 500)
     with gpu, host:
-        x = rows(comm, 1, 64, 1024)
-        idx, weights = routing(comm, 1, 64, 8, gpu.config.num_experts)
-        use_fp8 = len(formats()) > 1
+        x, *_ = given = tokens(comm, gpu, 1, 64)
+        how = dict(rows_of=lambda recv_x: recv_x.to(torch.bfloat16), use_fp8=len(formats()) > 1)
+        graph, (sent, back) = captured(comm, lambda: both_calls(gpu, *given, **how), warm_up=True)
 
-        def step():
-            sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=use_fp8)
-            y = sent.recv_x.to(torch.bfloat16)
-            return sent, gpu.low_latency_combine(y, idx, weights, sent.handle)
+        def write(i):
+            for mine, new in zip(given, tokens(comm, gpu, i, 64), strict=True):
+                mine.copy_(new)
 
-        held = step()
-        torch.cuda.synchronize()
-        comm.Barrier()
-        del held
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            sent, back = step()
-        before, num_wrong = torch.zeros_like(back.x), torch.zeros(1, dtype=torch.int64, device="cuda")
-        for i in range(replays):
-            if i % every == 0:
-                new_idx, new_weights = routing(comm, i, 64, 8, gpu.config.num_experts)
-                idx.copy_(new_idx), weights.copy_(new_weights)
-            x.mul_(-1) if i % every else x.copy_(rows(comm, i, 64, 1024))
-            graph.replay()
-            if i % every:
-                num_wrong += (back.x != -before).sum()
-            before.copy_(back.x)
-            if (i + 1) % every == 0:
-                assert num_wrong.item() == 0
-                cx, ci, cw = cpu(x, idx, weights)
-                want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=use_fp8)
-                same_sent(sent, want)
-                same(back.x, host.low_latency_combine(want.recv_x.to(torch.bfloat16), ci, cw, want.handle).x)
+        for _ in replay_often(graph, back.x, replays, every, write, lambda: x.mul_(-1)):
+            want, reference = both_calls(host, *cpu(*given), **how)
+            same_sent(sent, want)
+            same(back.x, reference.x)
 
 
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
@@ -179,8 +151,7 @@ def test_wait_times_are_per_call(comm, on_timeout):
         return
     late = comm.Get_size() - 1
     with make(comm, hidden=512, num_experts=8 * comm.Get_size(), low_latency=True, on_timeout=on_timeout) as gpu:
-        idx, _ = routing(comm, 60, 20, 8, gpu.config.num_experts, skip=0)
-        x = rows(comm, 60, 20, 512)
+        x, idx, _ = tokens(comm, gpu, 60, 20, skip=0)
         waited = torch.zeros(comm.Get_size(), dtype=torch.int64, device="cuda")
         for stats in (waited, None, waited):
             torch.cuda.synchronize()
@@ -200,7 +171,7 @@ def test_gpus_without_fp8_log_it(comm, caplog):
         return
     gpu, host = make_both(comm, hidden=512)
     with gpu, host:
-        x, (idx, _) = rows(comm, 1, 4, 512), routing(comm, 1, 4, 8, gpu.config.num_experts)
+        x, idx, _ = tokens(comm, gpu, 1, 4)
         sent, plain = gpu.low_latency_dispatch(x, idx), gpu.low_latency_dispatch(x, idx, use_fp8=False)
         assert "cannot convert to FP8: rows travel and arrive as bfloat16" in caplog.text
         assert (sent.recv_x_scales, sent.recv_x.dtype) == (None, torch.bfloat16)

@@ -9,8 +9,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import TAKE_TURNS, make, routing, rows  # noqa: E402
-from gpu_low_latency import make_both, round_trip, transport  # noqa: E402
+from gpu_buffers import TAKE_TURNS, captured, make, rows, tokens  # noqa: E402
+from gpu_low_latency import both_calls, make_both, round_trip, transport  # noqa: E402
 
 from deepep_rt import EPInputError, EPTimeoutError  # noqa: E402
 from deepep_rt.jit import compiler  # noqa: E402
@@ -22,18 +22,13 @@ __all__ = ["transport"]
 def test_replay_while_a_hook_is_open(comm):
     """The hook would receive rows of the replay. All ranks raise, and a new Buffer works."""
     gpu, host = make_both(comm, hidden=512)
-    idx, _ = routing(comm, 70, 20, 8, gpu.config.num_experts)
-    x = rows(comm, 70, 20, 512)
-    gpu.low_latency_dispatch(x, idx, use_fp8=False)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = gpu.low_latency_dispatch(x, idx, use_fp8=False)
+    x, idx, _ = tokens(comm, gpu, 70, 20)
+    graph, replayed = captured(comm, lambda: gpu.low_latency_dispatch(x, idx, use_fp8=False), warm_up=True)
     sent = gpu.low_latency_dispatch(x, idx, use_fp8=False, return_recv_hook=True)
     graph.replay()
     with pytest.raises(EPInputError, match="replayed while a hook"):
         gpu.synchronize()
-    del captured, sent
+    del replayed, sent
     gpu.destroy()
     comm.Barrier()
     gpu, _ = make_both(comm, hidden=512)
@@ -53,16 +48,14 @@ def test_a_rank_stops(comm):
     comm.Barrier()
     if comm.Get_rank() != last:
         host.mask_rank(last)
-        idx, weights = routing(comm, 700, 40, 8, gpu.config.num_experts)
-        x = rows(comm, 700, 40, 512)
+        x, idx, weights = tokens(comm, gpu, 700, 40)
         for i in range(steps):
             if i % every == 0:
                 early = i // every % 2 == 0
                 round_trip(comm, gpu, host, 700 + i, 40, early_weights=early, use_fp8=False)
                 assert gpu.query_masked_ranks() == [last]
             else:
-                sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
-                gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle)
+                sent, _ = both_calls(gpu, x, idx, weights)
         with pytest.raises(EPInputError, match="allow_multiple_reduction"):
             gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle, allow_multiple_reduction=False)
         gpu.synchronize()
@@ -153,8 +146,7 @@ def test_ranks_that_differ(comm):
         *(("x of", "x_scales", "round_scale") if has_fp8(compiler.target_arch()) else ()),
     ):
         gpu, _ = make_both(comm, hidden=512, timeout_s=5.0)
-        idx, weights = routing(comm, 96, 40, 8, gpu.config.num_experts)
-        x = rows(comm, 96, 40, 512)
+        x, idx, weights = tokens(comm, gpu, 96, 40)
         start = time.monotonic()
         with pytest.raises(EPInputError, match=rf"the ranks disagree on the {what}.*rank \d: .*rank \d: .*cannot be used"):  # noqa: PT012
             gpu.low_latency_dispatch(
@@ -180,8 +172,7 @@ def test_late_rank(comm):
     late = comm.Get_size() - 1
     for call in ("dispatch", "combine"):
         gpu = make(comm, hidden=512, num_experts=8 * comm.Get_size(), low_latency=True, timeout_s=2.0)
-        idx, weights = routing(comm, 95, 40, 8, gpu.config.num_experts, skip=0)
-        x = rows(comm, 95, 40, 512)
+        x, idx, weights = tokens(comm, gpu, 95, 40, skip=0)
         sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
         torch.cuda.synchronize()
         comm.Barrier()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from gpu_buffers import SHARED_GPUS, cpu, routing, rows, same  # noqa: E402
-from gpu_low_latency import formats, make_both, round_trip, transport  # noqa: E402
+from gpu_buffers import SHARED_GPUS, captured, cpu, routing, rows, same, tokens  # noqa: E402
+from gpu_low_latency import both_calls, formats, make_both, round_trip, transport  # noqa: E402
 from process_group import in_reverse  # noqa: E402
 
 __all__ = ["transport"]
+
+
+def doubled(recv_x):
+    """Stand for the experts."""
+    return recv_x * 2
 
 
 def test_two_micro_batches(comm):
@@ -24,20 +31,17 @@ def test_two_micro_batches(comm):
                 torch.cuda._sleep(int(10e6))
             batches = []
             for half in range(2):
-                idx, weights = routing(comm, 100 + 2 * i + half, 60, 8, gpu.config.num_experts)
-                x = rows(comm, 200 + 2 * i + half, 60, 1024)
+                x, idx, weights = tokens(comm, gpu, 100 + 2 * i + half, 60)
                 sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False, return_recv_hook=True)
                 batches.append((x, idx, weights, sent))
             sums = []
             for _, idx, weights, sent in batches:
                 sent.hook()
-                y = sent.recv_x * 2
+                y = doubled(sent.recv_x)
                 sums.append(gpu.low_latency_combine(y, idx, weights, sent.handle, return_recv_hook=True))
             for (x, idx, weights, _), back in zip(batches, sums, strict=True):
                 back.hook()
-                cx, ci, cw = cpu(x, idx, weights)
-                want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
-                same(back.x, host.low_latency_combine(want.recv_x * 2, ci, cw, want.handle).x)
+                same(back.x, both_calls(host, *cpu(x, idx, weights), doubled)[1].x)
 
 
 def test_concurrent_matrix_products(comm):
@@ -76,21 +80,17 @@ def test_memory_is_reused_in_stream_order(comm):
     """The caller drops a result while its reader is queued. The next call, on another stream, must not overwrite it."""
     gpu, host = make_both(comm, hidden=1024)
     with gpu, host:
-        idx, weights = routing(comm, 40, 60, 8, gpu.config.num_experts)
-        x = rows(comm, 41, 60, 1024)
-        cx, ci, cw = cpu(x, idx, weights)
-        want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
-        reference = host.low_latency_combine(want.recv_x, ci, cw, want.handle).x
+        x, idx, weights = tokens(comm, gpu, 40, 60)
+        reference = both_calls(host, *cpu(x, idx, weights))[1].x
         streams = [torch.cuda.Stream() for _ in range(2)]
         torch.cuda.synchronize()
         kept = []
         for i in range(12):
             with torch.cuda.stream(streams[i % 2]):
-                sent = gpu.low_latency_dispatch(x * (i + 1), idx, topk_weights=weights, use_fp8=False)
-                out = gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle).x
+                sent, back = both_calls(gpu, x * (i + 1), idx, weights)
                 torch.cuda._sleep(int(20e6))  # the reader runs late
-                kept.append(out.clone())
-                del sent, out
+                kept.append(back.x.clone())
+                del sent, back
         torch.cuda.synchronize()
         for i, out in enumerate(kept):
             scale = i + 1
@@ -108,18 +108,15 @@ def test_streams(comm):
             sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False, async_finish=True)
             del x
             sent.event.wait()
-            back = gpu.low_latency_combine(sent.recv_x * 2, idx, weights, sent.handle, async_finish=True)
+            combine = functools.partial(gpu.low_latency_combine, handle=sent.handle, async_finish=True)
+            back = combine(doubled(sent.recv_x), idx, weights)
             back.event.wait()
             if seed % 2:  # the event covers both halves
-                again = gpu.low_latency_combine(
-                    sent.recv_x * 2, idx, weights, sent.handle, async_finish=True, return_recv_hook=True
-                )
+                again = combine(doubled(sent.recv_x), idx, weights, return_recv_hook=True)
                 again.hook()
                 again.event.wait()
                 same(again.x, back.x)
-            cx, ci, cw = cpu(rows(comm, seed, 60, 1024), idx, weights)
-            want = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
-            same(back.x, host.low_latency_combine(want.recv_x * 2, ci, cw, want.handle).x)
+            same(back.x, both_calls(host, *cpu(rows(comm, seed, 60, 1024), idx, weights), doubled)[1].x)
 
 
 def test_two_buffers_in_different_orders(comm):
@@ -129,11 +126,8 @@ def test_two_buffers_in_different_orders(comm):
     first, host = make_both(comm, hidden=1024)
     second, other_host = make_both(comm, hidden=1024)
     with first, second, host, other_host:
-        idx, weights = routing(comm, 60, 60, 8, first.config.num_experts)
-        x = rows(comm, 61, 60, 1024)
-        cx, ci, cw = cpu(x, idx, weights)
-        sent = host.low_latency_dispatch(cx, ci, topk_weights=cw, use_fp8=False)
-        want = host.low_latency_combine(sent.recv_x, ci, cw, sent.handle).x
+        x, idx, weights = tokens(comm, first, 60, 60)
+        want = both_calls(host, *cpu(x, idx, weights))[1].x
         calls = [(first, torch.cuda.Stream()), (second, torch.cuda.Stream())]
         if comm.Get_rank() % 2:
             calls.reverse()
@@ -142,8 +136,7 @@ def test_two_buffers_in_different_orders(comm):
         for _ in range(200):
             for gpu, stream in calls:
                 with torch.cuda.stream(stream):
-                    sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
-                    back = gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle)
+                    _sent, back = both_calls(gpu, x, idx, weights)
                     sums[gpu] = back.x.clone()
         for gpu, _ in calls:
             gpu.synchronize()
@@ -154,23 +147,22 @@ def test_a_captured_combine_keeps_its_routing(comm):
     """The program drops the handle. Other dispatches take free tables and memory."""
     gpu, host = make_both(comm, hidden=1024)
     with gpu, host:
-        idx, weights = routing(comm, 62, 60, 8, gpu.config.num_experts)
-        sent = gpu.low_latency_dispatch(rows(comm, 62, 60, 1024), idx, topk_weights=weights, use_fp8=False)
-        y = sent.recv_x * 2
+        x, idx, weights = tokens(comm, gpu, 62, 60)
+        sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+        y = doubled(sent.recv_x)
         want = gpu.low_latency_combine(y, idx, weights, sent.handle).x.clone()
-        torch.cuda.synchronize()
-        comm.Barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            again = gpu.low_latency_dispatch(rows_of_graph := y[0, :60].clone(), idx, topk_weights=weights, use_fp8=False)
-            total = gpu.low_latency_combine(y, idx, weights, again.handle).x.clone()
-        del sent, again, rows_of_graph
+
+        def work():
+            rows_of_graph = y[0, :60].clone()
+            again = gpu.low_latency_dispatch(rows_of_graph, idx, topk_weights=weights, use_fp8=False)
+            return gpu.low_latency_combine(y, idx, weights, again.handle).x.clone(), again, rows_of_graph
+
+        graph, (total, *held) = captured(comm, work)
+        del sent, held
         for seed in range(63, 75):
-            other, other_weights = routing(comm, seed, 60, 8, gpu.config.num_experts)
-            eager = gpu.low_latency_dispatch(rows(comm, seed, 60, 1024), other, topk_weights=other_weights, use_fp8=False)
-            back = gpu.low_latency_combine(eager.recv_x, other, other_weights, eager.handle).x
-            before, rows_before = back.clone(), eager.recv_x.clone()
+            eager, back = both_calls(gpu, *tokens(comm, gpu, seed, 60))
+            before, rows_before = back.x.clone(), eager.recv_x.clone()
             graph.replay()
             same(total, want)
-            same(back, before)
+            same(back.x, before)
             same(eager.recv_x, rows_before)

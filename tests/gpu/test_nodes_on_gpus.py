@@ -5,15 +5,15 @@ from __future__ import annotations
 import gc
 import os
 
-import numpy as np
 import pytest
 
 pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import cpu, make, poison, routing, rows, same  # noqa: E402
-from gpu_throughput import round_trip, same_dispatch  # noqa: E402
+from gpu_buffers import cpu, make, poison, routing, rows, same, tokens  # noqa: E402
+from gpu_low_latency import same_sent  # noqa: E402
+from gpu_throughput import check_graph, check_known_routing_and_fixed_size, check_rounds, round_trip, same_dispatch  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, NetworkOptions  # noqa: E402
@@ -86,20 +86,9 @@ def test_payloads(comm, settings):
 
 
 def test_rounds(comm, settings):
-    """Calls of all sizes without pauses, with a delay on one rank in every fifth round, and results that live on."""
-    rng = np.random.default_rng(7)  # the same on all ranks
     gpu, host = pair(comm, settings, hidden=1024, num_max_tokens_per_rank=256)
     with gpu, host:
-        held = []
-        for i in range(60):
-            late = int(rng.integers(comm.Get_size()))
-            if i % 5 == 0 and comm.Get_rank() == late:
-                torch.cuda._sleep(int(20e6))
-            gpu.num_sms = (NUM_SMS, 3, 8)[i % 3]
-            tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
-            held.append(round_trip(comm, gpu, host, 10 * i, tokens, 8, idx_dtype=(torch.int32, torch.int64)[i % 2]))
-            if len(held) > i % 3:
-                same_dispatch(*held.pop(0))
+        check_rounds(comm, gpu, host, 60, (NUM_SMS, 3, 8))
 
 
 def test_garbage_that_a_relay_collects(comm, request):
@@ -136,51 +125,13 @@ def test_garbage_that_a_relay_collects(comm, request):
 def test_known_routing_and_fixed_size(comm, settings):
     gpu, host = pair(comm, settings)
     with gpu, host:
-        got, want = round_trip(comm, gpu, host, 20, 100, 8)
-        x = rows(comm, 21, 100, 7168)
-        same(gpu.dispatch(x, handle=got.handle).recv_x, host.dispatch(x.cpu(), handle=want.handle).recv_x)
-        idx, weights = routing(comm, 23, 100, 8, gpu.config.num_experts)
-        for limit in (100 * comm.Get_size(), 60, 0):
-            fixed = gpu.dispatch(x, idx, weights, num_worst_tokens=limit)
-            reference = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=limit)
-            kept = min(limit, int(reference.num_recv_tokens[0]))
-            same_dispatch(fixed, reference, kept)
-            assert (fixed.recv_topk_idx[kept:] == -1).all()
-            y = rows(comm, 24, limit, 7168)
-            same(gpu.combine(y, fixed.handle).x, host.combine(y.cpu(), reference.handle).x)
+        check_known_routing_and_fixed_size(comm, gpu, host)
 
 
 def test_graph(comm, settings):
-    """Capture once, and replay with changed inputs, also between ordinary calls."""
     gpu, host = pair(comm, settings, hidden=1024)
     with gpu, host:
-        worst = 256 * comm.Get_size()
-        x = rows(comm, 30, 256, 1024)
-        idx, weights = routing(comm, 30, 256, 8, gpu.config.num_experts)
-
-        def step():
-            sent = gpu.dispatch(x, idx, weights, num_worst_tokens=worst)
-            return sent, gpu.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights)
-
-        step()
-        torch.cuda.synchronize()
-        comm.Barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            sent, back = step()
-        out, out_weights = back.x, back.topk_weights
-        for seed in range(31, 36):
-            new_idx, new_weights = routing(comm, seed, 256, 8, gpu.config.num_experts)
-            x.copy_(rows(comm, seed, 256, 1024)), idx.copy_(new_idx), weights.copy_(new_weights)
-            graph.replay()
-            want = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=worst)
-            kept = int(want.num_recv_tokens[0])
-            same_dispatch(sent, want, kept)
-            reference = host.combine(want.recv_x, want.handle, topk_weights=want.recv_topk_weights)
-            same(out, reference.x)
-            same(out_weights, reference.topk_weights)
-            round_trip(comm, gpu, host, seed, 50, 8)
-        graph.reset()
+        check_graph(comm, gpu, host, 5, every=1)
 
 
 def test_low_latency_calls_in_between(comm, settings):
@@ -188,25 +139,18 @@ def test_low_latency_calls_in_between(comm, settings):
     with gpu, host:
         for seed in range(6):
             round_trip(comm, gpu, host, 10 * seed, 60, 8)
-            x = rows(comm, seed, 50, 1024)
-            idx, weights = routing(comm, seed, 50, 8, gpu.config.num_experts)
+            x, idx, weights = tokens(comm, gpu, seed, 50)
             sent, want = gpu.low_latency_dispatch(x, idx, use_fp8=False), host.low_latency_dispatch(*cpu(x, idx), use_fp8=False)
-            counts = want.num_recv_tokens_per_expert
-            same(sent.num_recv_tokens_per_expert, counts)
-            for expert, count in enumerate(counts.tolist()):
-                same(sent.recv_x[expert, :count], want.recv_x[expert, :count])
-            got = gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle, allow_multiple_reduction=False)
-            same(
-                got.x,
-                host.low_latency_combine(want.recv_x, *cpu(idx, weights), want.handle, allow_multiple_reduction=False).x,
-            )
+            same_sent(sent, want)
+            how = dict(allow_multiple_reduction=False)
+            got = gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle, **how)
+            same(got.x, host.low_latency_combine(want.recv_x, *cpu(idx, weights), want.handle, **how).x)
 
 
 def test_ranks_that_differ(comm, settings):
     gpu, host = pair(comm, settings, hidden=512)
     with gpu, host:
-        idx, weights = routing(comm, 1, 40, 8, gpu.config.num_experts)
-        x = rows(comm, 1, 40, 512)
+        x, idx, weights = tokens(comm, gpu, 1, 40)
         mine = None if comm.Get_rank() == comm.Get_size() - 1 else weights
         with pytest.raises(EPInputError, match="topk_weights"):
             dispatch_to_the_end(gpu, x, idx, mine, num_worst_tokens=400)
@@ -252,7 +196,7 @@ def test_calls_after_a_dispatch_with_too_many_rows(comm, settings):
 def test_a_silent_rank_is_named(comm, settings):
     last = comm.Get_size() - 1
     gpu = make(comm, hidden=512, timeout_s=2.0, **settings)
-    x, (idx, weights) = rows(comm, 1, 40, 512), routing(comm, 1, 40, 8, gpu.config.num_experts)
+    x, idx, weights = tokens(comm, gpu, 1, 40)
     if comm.Get_rank() != last:
         with pytest.raises(EPTimeoutError) as caught:
             dispatch_to_the_end(gpu, x, idx, weights)

@@ -10,19 +10,15 @@ import pytest
 torch = pytest.importorskip("torch", reason="the GPU tests make their inputs with PyTorch")
 
 import gpu_buffers  # noqa: E402
-from gpu_buffers import SHARED_GPUS, TAKE_TURNS, cpu, make, routing, rows, same  # noqa: E402
-from transports import transports  # noqa: E402
+from gpu_buffers import SHARED_GPUS, TAKE_TURNS, captured, cpu, make, same, tokens  # noqa: E402
+from gpu_low_latency import both_calls, transport  # noqa: E402
 
 from deepep_rt import EPInputError, EPTimeoutError  # noqa: E402
 
+__all__ = ["transport"]
 pytestmark = pytest.mark.gpu
 
 HIDDEN, TOKENS = 512, 40
-
-
-@pytest.fixture(params=[pytest.param(settings, id=name) for name, settings in transports()], autouse=True)
-def transport(request, monkeypatch):
-    monkeypatch.setattr(gpu_buffers, "more", request.param)
 
 
 def make_decoder(comm, backend="cuda", **settings):
@@ -30,20 +26,11 @@ def make_decoder(comm, backend="cuda", **settings):
     return make(comm, backend, **{**sizes, **settings})
 
 
-def captured(step):
-    """Capture a step; return the graph and the results."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
-    return graph, results
-
-
 @pytest.mark.parametrize("early_weights", [True, False])
 def test_other_choices_are_reported(comm, early_weights):
     """A graph's input changes between dispatch and combine. The sum follows the dispatch, and check() reports the change."""
     with make_decoder(comm) as gpu, make_decoder(comm, "host") as host:
-        x, (idx, weights) = rows(comm, 1, TOKENS, HIDDEN), routing(comm, 1, TOKENS, 8, gpu.config.num_experts, skip=0)
+        x, idx, weights = tokens(comm, gpu, 1, TOKENS, skip=0)
         for i in range(20):
             sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights if early_weights else None, use_fp8=False)
             other = idx.clone()
@@ -71,7 +58,7 @@ def test_combines_that_differ(comm, what):
         return
     odd = bool(comm.Get_rank() % 2)
     gpu = make_decoder(comm, timeout_s=5.0)
-    x, (idx, weights) = rows(comm, 2, TOKENS, HIDDEN), routing(comm, 2, TOKENS, 8, gpu.config.num_experts)
+    x, idx, weights = tokens(comm, gpu, 2, TOKENS)
     sent = [gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False) for _ in range(2)]
     start = time.monotonic()
     with pytest.raises(EPInputError, match=rf"the ranks disagree on the {what}.*rank \d: .*rank \d: .*cannot be used"):  # noqa: PT012
@@ -96,17 +83,13 @@ def test_replays_after_a_timeout(comm):
         return
     late = comm.Get_size() - 1
     gpu = make_decoder(comm, timeout_s=1.0)
-    x, (idx, weights) = rows(comm, 3, TOKENS, HIDDEN), routing(comm, 3, TOKENS, 8, gpu.config.num_experts, skip=0)
+    x, idx, weights = tokens(comm, gpu, 3, TOKENS, skip=0)
 
     def step():
-        sent = gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
-        return sent.recv_x, gpu.low_latency_combine(sent.recv_x, idx, weights, sent.handle).x, sent
+        sent, back = both_calls(gpu, x, idx, weights)
+        return sent.recv_x, back.x, sent
 
-    held = step()
-    torch.cuda.synchronize()
-    comm.Barrier()
-    del held
-    graph, (recv_x, out, _) = captured(step)
+    graph, (recv_x, out, _) = captured(comm, step, warm_up=True)
     for _ in range(3):
         graph.replay()
     gpu.synchronize()
@@ -132,17 +115,13 @@ def test_throughput_replays_after_a_timeout(comm):
         return
     late = comm.Get_size() - 1
     gpu = make(comm, num_max_tokens_per_rank=64, hidden=HIDDEN, num_experts=8 * comm.Get_size(), timeout_s=1.0)
-    x, (idx, weights) = rows(comm, 4, TOKENS, HIDDEN), routing(comm, 4, TOKENS, 8, gpu.config.num_experts)
+    x, idx, weights = tokens(comm, gpu, 4, TOKENS)
 
     def step():
         sent = gpu.dispatch(x, idx, weights, num_worst_tokens=64 * comm.Get_size())
         return sent.recv_x, sent.recv_topk_weights, gpu.combine(sent.recv_x, sent.handle).x, sent
 
-    held = step()
-    torch.cuda.synchronize()
-    comm.Barrier()
-    del held
-    graph, (recv_x, recv_weights, out, _) = captured(step)
+    graph, (recv_x, recv_weights, out, _) = captured(comm, step, warm_up=True)
     graph.replay()
     gpu.synchronize()
     assert bool(out.isfinite().all())
@@ -163,17 +142,15 @@ def test_two_buffers_on_two_streams(comm):
     rounds = 200 if TAKE_TURNS or SHARED_GPUS else 10_000
     settings = dict(low_latency_sms=16 if SHARED_GPUS else 64, timeout_s=10.0)
     with make_decoder(comm, **settings) as first, make_decoder(comm, **settings) as second:
-        x, (idx, weights) = rows(comm, 5, TOKENS, HIDDEN), routing(comm, 5, TOKENS, 8, first.config.num_experts)
+        x, idx, weights = tokens(comm, first, 5, TOKENS)
         pairs = [(first, torch.cuda.Stream()), (second, torch.cuda.Stream())]
         torch.cuda.synchronize()
         for _ in range(rounds):
             outs = []
             for buffer, stream in pairs if comm.Get_rank() % 2 else pairs[::-1]:
                 with torch.cuda.stream(stream):
-                    sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
-                    outs.append(buffer.low_latency_combine(sent.recv_x, idx, weights, sent.handle).x.clone())
                     # A drop on another stream would order the Buffers after each other, and ranks would wait for each other in a cycle.
-                    del sent
+                    outs.append(both_calls(buffer, x, idx, weights)[1].x.clone())
         torch.cuda.synchronize()
         first.check(), second.check()
         same(*outs)

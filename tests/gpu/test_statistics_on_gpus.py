@@ -10,20 +10,16 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-import gpu_buffers  # noqa: E402
-from gpu_buffers import SHARED_GPUS, TAKE_TURNS, cpu, make, routing, rows  # noqa: E402
-from transports import transports  # noqa: E402
+from gpu_buffers import SHARED_GPUS, TAKE_TURNS, captured, cpu, make, same, tokens  # noqa: E402
+from gpu_low_latency import transport  # noqa: E402
 
 from deepep_rt import EPInputError  # noqa: E402
 from deepep_rt.statistics import CALL_KINDS  # noqa: E402
 
+__all__ = ["transport"]
+
 HIDDEN, TOKENS, NUM_CALLS = 512, 40, 3
 LATE_S = 0.05
-
-
-@pytest.fixture(params=[pytest.param(settings, id=name) for name, settings in transports()], autouse=True)
-def transport(request, monkeypatch):
-    monkeypatch.setattr(gpu_buffers, "more", request.param)
 
 
 def make_counting(comm, backend="cuda", **settings):
@@ -35,11 +31,9 @@ class Calls:
     """Calls of all kinds on the same tokens. The low-latency dispatch sends the weights, so combines wait for rows alone."""
 
     def __init__(self, comm, buffer, *, on_cpu=False):
-        self._buffer, config = buffer, buffer.config
-        idx, weights = routing(comm, 1, TOKENS + comm.Get_rank(), config.num_topk, config.num_experts)
-        x = rows(comm, 2, TOKENS + comm.Get_rank(), HIDDEN)
-        self._x, self._idx, self._weights = cpu(x, idx, weights) if on_cpu else (x, idx, weights)
-        self._worst = config.num_max_recv_tokens
+        self._buffer, self._worst = buffer, buffer.config.num_max_recv_tokens
+        given = tokens(comm, buffer, 1, TOKENS + comm.Get_rank())
+        self._x, self._idx, self._weights = cpu(*given) if on_cpu else given
 
     def make(self, kind):
         buffer = self._buffer
@@ -118,14 +112,14 @@ def test_replays_count(comm):
         kinds = CALL_KINDS if not gpu.config.has_network else CALL_KINDS[2:]
         for kind in kinds:
             calls.make(kind)
-        torch.cuda.synchronize()
-        comm.Barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def work():
             for kind in kinds:
                 calls.make(kind)
             with pytest.raises(EPInputError, match="during the capture of a CUDA graph"):
                 gpu.statistics()
+
+        graph, _ = captured(comm, work)
         before = gpu.statistics()
         for _ in range(NUM_CALLS):
             graph.replay()
@@ -165,14 +159,14 @@ def test_files_are_written_during_captures(comm, tmp_path, monkeypatch):
         calls = Calls(comm, gpu)
         for kind in CALL_KINDS[2:]:
             calls.make(kind)
-        torch.cuda.synchronize()
-        comm.Barrier()
         time.sleep(1.1)  # the thread now writes all the time
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def work():
             for kind in CALL_KINDS[2:]:
                 calls.make(kind)
             time.sleep(0.1)
+
+        graph, _ = captured(comm, work)
         graph.replay()
         gpu.synchronize()
         assert gpu.statistics().low_latency_combine.calls == 2
@@ -184,8 +178,7 @@ def test_results_do_not_depend_on_statistics(comm):
     found = []
     for statistics in (False, True):
         with make_counting(comm, statistics=statistics) as gpu:
-            idx, weights = routing(comm, 5, TOKENS, 8, gpu.config.num_experts)
-            x = rows(comm, 6, TOKENS, HIDDEN)
+            x, idx, weights = tokens(comm, gpu, 5, TOKENS)
             sent = gpu.dispatch(x, idx, weights)
             out = gpu.combine(sent.recv_x, sent.handle).x
             few = gpu.low_latency_dispatch(x, idx, use_fp8=False)
@@ -193,4 +186,4 @@ def test_results_do_not_depend_on_statistics(comm):
             found.append((out.clone(), back.clone()))
             torch.cuda.synchronize()
     for plain, counted in zip(*found, strict=True):
-        gpu_buffers.same(plain, counted)
+        same(plain, counted)

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX allocates most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import SHARED_GPUS, cpu, make, poison, routing, rows, same  # noqa: E402
-from gpu_throughput import round_trip, same_dispatch  # noqa: E402
+from gpu_buffers import SHARED_GPUS, cpu, make, poison, routing, rows, same, tokens  # noqa: E402
+from gpu_throughput import check_graph, check_known_routing_and_fixed_size, check_rounds, round_trip, same_dispatch  # noqa: E402
 
 from deepep_rt import EPOutOfMemoryError  # noqa: E402
 from deepep_rt.arrays.view import View  # noqa: E402
@@ -46,41 +46,15 @@ def test_payloads(comm, dtype, hidden):
 
 
 def test_200_rounds(comm):
-    """Calls of all sizes without pauses, with a delay on one rank in every fifth round. They show early reuse of memory."""
-    rng = np.random.default_rng(7)  # the same on all ranks
-    with (
-        make(comm, hidden=1024, num_max_tokens_per_rank=256) as gpu,
-        make(comm, "host", hidden=1024, num_max_tokens_per_rank=256) as host,
-    ):
-        held = []
-        for i in range(200):
-            late = int(rng.integers(comm.Get_size()))
-            if i % 5 == 0 and comm.Get_rank() == late:
-                torch.cuda._sleep(int(20e6))
-            gpu.num_sms = (24, 3, 64)[i % 3]
-            tokens = int(np.random.default_rng([i, comm.Get_rank()]).integers(0, 257))
-            held.append(round_trip(comm, gpu, host, 10 * i, tokens, 8, idx_dtype=(torch.int32, torch.int64)[i % 2]))
-            if len(held) > i % 3:  # keep some results during later calls
-                same_dispatch(*held.pop(0))
+    """With a delay on one rank in every fifth round. They show early reuse of memory."""
+    sizes = dict(hidden=1024, num_max_tokens_per_rank=256)
+    with make(comm, **sizes) as gpu, make(comm, "host", **sizes) as host:
+        check_rounds(comm, gpu, host, 200, (24, 3, 64))
 
 
 def test_known_routing_and_fixed_size(comm):
     with make(comm) as gpu, make(comm, "host") as host:
-        got, want = round_trip(comm, gpu, host, 20, 100, 8)
-        for seed in (21, 22):
-            x = rows(comm, seed, 100, 7168)
-            poison_free = gpu.dispatch(x, handle=got.handle)
-            same(poison_free.recv_x, host.dispatch(x.cpu(), handle=want.handle).recv_x)
-        idx, weights = routing(comm, 23, 100, 8, gpu.config.num_experts)
-        for limit in (100 * comm.Get_size(), 60, 0):
-            fixed = gpu.dispatch(x, idx, weights, num_worst_tokens=limit)
-            reference = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=limit)
-            kept = min(limit, int(reference.num_recv_tokens[0]))
-            same_dispatch(fixed, reference, kept)
-            assert (fixed.recv_topk_idx[kept:] == -1).all()
-            assert (fixed.recv_topk_weights[kept:] == 0).all()
-            y = rows(comm, 24, limit, 7168)
-            same(gpu.combine(y, fixed.handle).x, host.combine(y.cpu(), reference.handle).x)
+        check_known_routing_and_fixed_size(comm, gpu, host)
 
 
 def test_counts_belong_to_the_caller(comm):
@@ -96,35 +70,8 @@ def test_counts_belong_to_the_caller(comm):
 
 
 def test_graph(comm):
-    """Capture once, and replay with changed inputs, also between ordinary calls."""
     with make(comm) as gpu, make(comm, "host") as host:
-        worst = 256 * comm.Get_size()
-        x = rows(comm, 30, 256, 7168)
-        idx, weights = routing(comm, 30, 256, 8, gpu.config.num_experts)
-
-        def step():
-            sent = gpu.dispatch(x, idx, weights, num_worst_tokens=worst)
-            return sent, gpu.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights)
-
-        step()
-        torch.cuda.synchronize()
-        comm.Barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            sent, back = step()
-        out, out_weights = back.x, back.topk_weights
-        for seed in range(31, 41):
-            new_idx, new_weights = routing(comm, seed, 256, 8, gpu.config.num_experts)
-            x.copy_(rows(comm, seed, 256, 7168)), idx.copy_(new_idx), weights.copy_(new_weights)
-            graph.replay()
-            want = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=worst)
-            kept = int(want.num_recv_tokens[0])
-            same_dispatch(sent, want, kept)
-            reference = host.combine(want.recv_x, want.handle, topk_weights=want.recv_topk_weights)
-            same(out, reference.x)
-            same(out_weights, reference.topk_weights)
-            if seed % 3 == 0:
-                round_trip(comm, gpu, host, seed, 50, 8)
+        check_graph(comm, gpu, host, 10, every=3)
 
 
 def test_pool_is_full(comm):
@@ -196,8 +143,7 @@ def test_host_time(comm):
         return 1e6 * min(comm.allgather(min(times)))
 
     with make(comm, low_latency=True, num_max_tokens_per_rank=128) as gpu:
-        idx, weights = routing(comm, 97, 64, 8, gpu.config.num_experts)
-        x = rows(comm, 97, 64, 7168)
+        x, idx, weights = tokens(comm, gpu, 97, 64)
         fp8 = has_fp8(compiler.target_arch())
         known, quick = gpu.dispatch(x, idx, weights).handle, gpu.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=fp8)
         y = rows(comm, 98, *quick.recv_x.shape)

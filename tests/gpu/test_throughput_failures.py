@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX allocates most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import make, routing, rows  # noqa: E402
+from gpu_buffers import make, routing, rows, tokens  # noqa: E402
 from gpu_throughput import round_trip  # noqa: E402
 
 from deepep_rt import EPCompileError, EPConfigError, EPInputError, EPTimeoutError, EPUnavailableError  # noqa: E402
@@ -21,8 +21,7 @@ from deepep_rt.jit import launch  # noqa: E402
 
 def test_bad_input_leaves_the_buffer_usable(comm):
     with make(comm, check_inputs=True) as gpu, make(comm, "host") as host:
-        idx, weights = routing(comm, 90, 40, 8, gpu.config.num_experts)
-        x = rows(comm, 90, 40, 7168)
+        x, idx, weights = tokens(comm, gpu, 90, 40)
         with pytest.raises(EPInputError, match="contiguous"):
             gpu.dispatch(rows(comm, 90, 7168, 40).t(), idx, weights)
         if torch.cuda.device_count() > 1:
@@ -42,8 +41,7 @@ def test_ranks_that_differ(comm):
         return
     odd = comm.Get_rank() % 2
     with make(comm) as gpu, make(comm, "host") as host:
-        idx, weights = routing(comm, 92, 40, 8, gpu.config.num_experts)
-        x = rows(comm, 92, 40, 7168)
+        x, idx, weights = tokens(comm, gpu, 92, 40)
         sent, other = (gpu.dispatch(x, idx, weights) for _ in range(2))
         wide = rows(comm, 92, 40, 7168, dtype=torch.uint8)
         packed = wide[:, :3584].contiguous() if odd else wide  # rows of the others would be written past this rank's result
@@ -199,6 +197,5 @@ def test_a_buffer_that_one_rank_cannot_make(comm, monkeypatch):
                 make(comm, **sizes)
     assert driver.free_bytes() > before - (64 << 20)
     with make(comm, **sizes) as buffer:
-        idx, weights = routing(comm, 5, 100, 8, buffer.config.num_experts)
-        sent = buffer.dispatch(rows(comm, 5, 100, 4096), idx, weights)
+        sent = buffer.dispatch(*tokens(comm, buffer, 5, 100))
         assert buffer.combine(sent.recv_x, sent.handle).x.shape == (100, 4096)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX allocates most of every GPU, in every rank
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import cpu, make, routing, rows, same  # noqa: E402
+from gpu_buffers import cpu, make, routing, rows, same, tokens  # noqa: E402
 
 
 def test_streams(comm):
@@ -43,8 +43,7 @@ def test_streams(comm):
 def test_two_micro_batches_overlap(comm):
     """A dispatch waits for readers of its own memory, and not for the experts of another micro-batch."""
     with make(comm, num_slots=2) as gpu:
-        idx, weights = routing(comm, 58, 200, 8, gpu.config.num_experts)
-        x = rows(comm, 58, 200, 7168)
+        x, idx, weights = tokens(comm, gpu, 58, 200)
         x.sum()  # the first launch of a kernel loads it, and may wait for all work on the GPU
         asked = torch.cuda.Event()
         asked.record()
@@ -114,8 +113,7 @@ def test_rows_dropped_before_another_stream_has_read_them(comm, call):
 def test_calls_do_not_wait_for_later_work_of_the_caller(comm, call, layout):
     """Calls with `previous_event` end before long work that the caller's stream has got since. Earlier calls have freed memory."""
     with make(comm, num_slots=4) as gpu:
-        idx, _ = routing(comm, 61, 200, 8, gpu.config.num_experts)
-        x = rows(comm, 61, 200, 7168)
+        x, idx, _ = tokens(comm, gpu, 61, 200)
         sent = gpu.dispatch(x, idx, layout=layout)
         y = sent.recv_x * 1
 
@@ -151,8 +149,8 @@ def test_calls_do_not_wait_for_later_work_of_the_caller(comm, call, layout):
 def test_a_captured_combine_keeps_its_routing(comm, layout):
     """The program drops the handle. Other routings take free tables, and no result of another call lies where a replay writes."""
     with make(comm, num_slots=4) as gpu:
-        idx, _ = routing(comm, 62, 200, 8, gpu.config.num_experts)
-        sent = gpu.dispatch(rows(comm, 62, 200, 7168), idx, layout=layout)
+        x, idx, _ = tokens(comm, gpu, 62, 200)
+        sent = gpu.dispatch(x, idx, layout=layout)
         y = sent.recv_x * 2
         want = gpu.combine(y, sent.handle).x.clone()
         torch.cuda.synchronize()
@@ -163,8 +161,8 @@ def test_a_captured_combine_keeps_its_routing(comm, layout):
             total = out.clone()
         del sent, out
         for seed in range(63, 75):
-            other, _ = routing(comm, seed, 150, 8, gpu.config.num_experts)
-            sent = gpu.dispatch(rows(comm, seed, 150, 7168), other, layout=layout)
+            x, other, _ = tokens(comm, gpu, seed, 150)
+            sent = gpu.dispatch(x, other, layout=layout)
             back = gpu.combine(sent.recv_x * 1, sent.handle).x
             before = back.clone()
             total.zero_()
@@ -185,8 +183,7 @@ def test_a_captured_combine_keeps_its_routing(comm, layout):
 def test_results_do_not_hold_arguments(comm):
     """A result makes its arrays on the first access. Until then it must not hold arguments that the caller has dropped."""
     with make(comm, low_latency=True, num_max_tokens_per_rank=64) as buffer:
-        idx, weights = routing(comm, 1, 20, 8, buffer.config.num_experts)
-        x = rows(comm, 1, 20, 7168)
+        x, idx, weights = tokens(comm, buffer, 1, 20)
         sent = buffer.dispatch(x, idx, weights)
         y = rows(comm, 2, *sent.recv_x.shape)
         back = buffer.combine(y, sent.handle)

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import make, routing  # noqa: E402
+from gpu_buffers import captured, make, routing  # noqa: E402
 from paths import ROOT  # noqa: E402
 
 from deepep_rt.torch import combine, dispatch  # noqa: E402
@@ -23,7 +23,7 @@ def _checks(name):
     except ImportError:  # without MPI, pytest only collects these tests
         return []
     checks = [f for found, f in inspect.getmembers(module, inspect.isfunction) if found.startswith("check_")]
-    return [pytest.param(f, id=f.__name__) for f in sorted(checks, key=lambda f: f.__code__.co_firstlineno)]
+    return [pytest.param(f, id=f"{name}.{f.__name__}") for f in sorted(checks, key=lambda f: f.__code__.co_firstlineno)]
 
 
 @pytest.fixture(autouse=True)
@@ -32,22 +32,11 @@ def on_gpus(monkeypatch):
     monkeypatch.setattr("spmd.backend", "cuda")
 
 
-@pytest.mark.parametrize("check", _checks("torch_autograd"))
-def test_gradients(check, comm):
-    import spmd
-
-    assert spmd.run_check(check, comm)
-
-
-@pytest.mark.parametrize("check", _checks("torch_ties"))
-def test_backward_passes_of_all_ranks(check, comm):
-    import spmd
-
-    assert spmd.run_check(check, comm)
-
-
-@pytest.mark.parametrize("check", _checks("torch_compiled"))
-def test_compiled_functions(check, comm):
+@pytest.mark.parametrize(
+    "check", [check for name in ("torch_autograd", "torch_ties", "torch_compiled") for check in _checks(name)]
+)
+def test_check(check, comm):
+    """Gradients, backward passes of all ranks, and compiled functions."""
     import spmd
 
     assert spmd.run_check(check, comm)
@@ -318,7 +307,7 @@ def test_profile_shows_no_synchronisation(comm):
     assert not waits("a step")
 
 
-def capture(work):
+def capture(comm, work):
     """Return a CUDA graph of `work`, and its results. PyTorch requires warm-up on a side stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -326,17 +315,13 @@ def capture(work):
         for _ in range(3):
             work()
     torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = work()
-    return graph, results
+    return captured(comm, work)
 
 
 def test_graph_of_the_forward_pass(comm):
     with make(comm, **sizes(comm)) as buffer:
         step = Step(comm, 1, buffer)
-        graph, out = capture(lambda: step.forward().detach())
+        graph, out = capture(comm, lambda: step.forward().detach())
         for seed in range(2, 7):
             step.fill(seed)
             graph.replay()
@@ -354,7 +339,7 @@ def test_graph_of_a_step(comm):
             out = step.forward()
             return out.detach(), step.gradients(out)
 
-        graph, (out, gradients) = capture(work)
+        graph, (out, gradients) = capture(comm, work)
         for seed in range(2, 7):
             step.fill(seed)
             graph.replay()

@@ -40,6 +40,28 @@ def rows(comm, seed, *shape, dtype=torch.bfloat16):
     return torch.randn(shape, device="cuda", generator=generator).to(dtype)
 
 
+def tokens(comm, buffer, seed, num_tokens, **how):
+    """Make rows, expert numbers and weights for a Buffer."""
+    config = buffer.config
+    idx, weights = routing(comm, seed, num_tokens, config.num_topk, config.num_experts, **how)
+    return rows(comm, seed, num_tokens, config.hidden), idx, weights
+
+
+def some(comm, seed, most):
+    """Draw the number of tokens of this rank."""
+    return int(np.random.default_rng([seed, comm.Get_rank()]).integers(0, most + 1))
+
+
+def rounds(comm, num_rounds, *, every=5, cycles=20e6):
+    """Count rounds. In one of `every`, the GPU of one rank is late."""
+    rng = np.random.default_rng(7)  # the same on all ranks
+    for i in range(num_rounds):
+        late = int(rng.integers(comm.Get_size()))
+        if i % every == 0 and comm.Get_rank() == late:
+            torch.cuda._sleep(int(cycles))
+        yield i
+
+
 def poison(buffer):
     """Fill all memory of results with bytes that no test expects."""
     backend = buffer._backend
@@ -51,6 +73,56 @@ def poison(buffer):
         )
     torch.cuda.synchronize()
     backend.comm.Barrier()
+
+
+def captured(comm, work, *, warm_up=False, **how):
+    """Capture work in a CUDA graph, once the GPUs of all ranks are idle. Return the graph and the results.
+
+    `warm_up`: do the work once before, so that there is memory for results.
+    """
+    held = work() if warm_up else None
+    torch.cuda.synchronize()
+    comm.Barrier()
+    del held
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **how):
+        results = work()
+    return graph, results
+
+
+def replays(comm, gpu, host, seeds, num_tokens, step, before=lambda: None):
+    """Capture `step(buffer, x, idx, weights)` once, and replay it with the tokens of each seed.
+
+    Yield the seed, the results of the replay, and what the host backend returns. `before`: a call between the new tokens and a replay.
+    """
+    given = tokens(comm, gpu, seeds[0] - 1, num_tokens)
+    graph, results = captured(comm, lambda: step(gpu, *given), warm_up=True)
+    for seed in seeds:
+        for mine, new in zip(given, tokens(comm, gpu, seed, num_tokens), strict=True):
+            mine.copy_(new)
+        before()
+        graph.replay()
+        yield seed, results, step(host, *cpu(*given))
+
+
+def replay_often(graph, sums, num_replays, every, write, negate):
+    """Replay a graph without a wait. `negate` changes the sign of its sums; in each of `every` replays, `write(number)` changes its inputs.
+
+    Yield the number of a replay before each such change. All signs before it were right.
+    """
+    before, num_wrong = torch.zeros_like(sums), torch.zeros(1, dtype=torch.int64, device="cuda")
+    for i in range(num_replays):
+        if i % every:
+            negate()
+        else:
+            write(i)
+        graph.replay()
+        if i % every:
+            num_wrong += (sums != -before).sum()
+        before.copy_(sums)
+        if (i + 1) % every == 0:
+            assert num_wrong.item() == 0
+            yield i
 
 
 def same(a, b):

@@ -52,6 +52,12 @@ def outputs(comm, buffer, seed):
     return rows(comm, seed, c.num_local_experts, c.worst_recv_tokens, c.hidden)
 
 
+def both_calls(buffer, x, idx, weights, rows_of=lambda recv_x: recv_x, **options):
+    """Dispatch and combine where `rows_of` stands for the experts. Return both results."""
+    sent = buffer.low_latency_dispatch(x, idx, topk_weights=weights, **{"use_fp8": False, **options})
+    return sent, buffer.low_latency_combine(rows_of(sent.recv_x), idx, weights, sent.handle)
+
+
 def round_trip(
     comm, gpu, host, seed, num_tokens, *, early_weights=True, reduce=True, idx_dtype=torch.int64, one_rank=False, **options
 ):

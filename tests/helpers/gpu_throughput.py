@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from gpu_buffers import cpu, routing, rows, same
+from gpu_buffers import cpu, replays, rounds, routing, rows, same, some, tokens
 
 
 def same_dispatch(got, want, num_rows=None):
@@ -38,3 +38,45 @@ def round_trip(
         gpu.synchronize()  # after a time-out the rows are NaN, and this tells the reason
         raise
     return got, want
+
+
+def check_rounds(comm, gpu, host, num_rounds, nums_of_sms):
+    """Make calls of all sizes without pauses, and keep some results during later calls."""
+    held = []
+    for i in rounds(comm, num_rounds):
+        gpu.num_sms = nums_of_sms[i % 3]
+        held.append(round_trip(comm, gpu, host, 10 * i, some(comm, i, 256), 8, idx_dtype=(torch.int32, torch.int64)[i % 2]))
+        if len(held) > i % 3:
+            same_dispatch(*held.pop(0))
+
+
+def check_known_routing_and_fixed_size(comm, gpu, host):
+    got, want = round_trip(comm, gpu, host, 20, 100, 8)
+    for seed in (21, 22):
+        x = rows(comm, seed, 100, 7168)
+        same(gpu.dispatch(x, handle=got.handle).recv_x, host.dispatch(x.cpu(), handle=want.handle).recv_x)
+    x, idx, weights = tokens(comm, gpu, 23, 100)
+    for limit in (100 * comm.Get_size(), 60, 0):
+        fixed = gpu.dispatch(x, idx, weights, num_worst_tokens=limit)
+        reference = host.dispatch(*cpu(x, idx, weights), num_worst_tokens=limit)
+        kept = min(limit, int(reference.num_recv_tokens[0]))
+        same_dispatch(fixed, reference, kept)
+        assert (fixed.recv_topk_idx[kept:] == -1).all()
+        assert (fixed.recv_topk_weights[kept:] == 0).all()
+        y = rows(comm, 24, limit, 7168)
+        same(gpu.combine(y, fixed.handle).x, host.combine(y.cpu(), reference.handle).x)
+
+
+def check_graph(comm, gpu, host, num_replays, every):
+    """Capture once, and replay with changed inputs, also between ordinary calls."""
+
+    def step(buffer, x, idx, weights):
+        sent = buffer.dispatch(x, idx, weights, num_worst_tokens=256 * comm.Get_size())
+        return sent, buffer.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights)
+
+    for seed, (sent, back), (want, reference) in replays(comm, gpu, host, range(31, 31 + num_replays), 256, step):
+        same_dispatch(sent, want, int(want.num_recv_tokens[0]))
+        same(back.x, reference.x)
+        same(back.topk_weights, reference.topk_weights)
+        if seed % every == 0:
+            round_trip(comm, gpu, host, seed, 50, 8)

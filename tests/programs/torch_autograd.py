@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from deepep_rt.arrays.compressed_rows import COMPRESSIONS
 from deepep_rt.torch import Handle, combine, dispatch
 
 
-def check_a_layer(comm: MPI.Intracomm) -> None:
+def _check_layers(comm: MPI.Intracomm, run: Callable[..., torch.Tensor], num_worst_tokens: int) -> None:
     """Ranks have different numbers of tokens or none, and some experts get no token. The result has a fixed shape or not."""
     some = {
         "all ranks": dict(),
@@ -46,18 +47,22 @@ def check_a_layer(comm: MPI.Intracomm) -> None:
         "all are skipped": dict(skip=1.0),
         "no tokens": dict(counts=lambda rank: 0),
     }
-    shapes = (dict(), dict(num_worst_tokens=64 * comm.Get_size()), dict(expert_alignment=16))
+    shapes = (dict(), dict(num_worst_tokens=num_worst_tokens), dict(expert_alignment=16))
     with buffer_for(comm) as buffer:
         for seed, ((what, how), shape) in enumerate(itertools.product(some.items(), shapes)):
             tokens, mats = tokens_of_all(comm, seed, **how), matrices(comm, seed)
             mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
             x, idx, weights = mine.leaves()
-            out = layer(buffer, x, idx, weights, weights_of, **shape)
+            out = run(buffer, x, idx, weights, weights_of, **shape)
             backward(out, mine)
             try:
                 compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
             except AssertionError as error:
                 raise AssertionError(f"{what}, {shape}: {error}") from None
+
+
+def check_a_layer(comm: MPI.Intracomm) -> None:
+    _check_layers(comm, layer, 64 * comm.Get_size())
 
 
 def _run_by_expert(buffer: Any, x: Any, idx: Any, weights: Any, mats: torch.Tensor, bias: Any = None, **how: Any) -> Any:
@@ -72,24 +77,7 @@ def _run_by_expert(buffer: Any, x: Any, idx: Any, weights: Any, mats: torch.Tens
 
 def check_a_layer_by_expert(comm: MPI.Intracomm) -> None:
     """The same gradients with rows that lie expert by expert, and weights that combine multiplies by."""
-    some = (
-        dict(),
-        dict(counts=lambda rank: 0 if rank == 0 else 6),
-        dict(first=EACH if comm.Get_size() > 1 else 0),
-        dict(skip=1.0),
-    )
-    shapes = (dict(), dict(num_worst_tokens=64 * TOPK * comm.Get_size()), dict(expert_alignment=16))
-    with buffer_for(comm) as buffer:
-        for seed, (how, shape) in enumerate(itertools.product(some, shapes)):
-            tokens, mats = tokens_of_all(comm, seed, **how), matrices(comm, seed)
-            mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
-            x, idx, weights = mine.leaves()
-            out = _run_by_expert(buffer, x, idx, weights, weights_of, **shape)
-            backward(out, mine)
-            try:
-                compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
-            except AssertionError as error:
-                raise AssertionError(f"{seed}, {how}, {shape}: {error}") from None
+    _check_layers(comm, _run_by_expert, 64 * TOPK * comm.Get_size())
 
 
 def check_checkpoints_by_expert(comm: MPI.Intracomm) -> None:

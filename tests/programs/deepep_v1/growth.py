@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -34,7 +35,9 @@ def run_growth(world: World) -> None:
     """Change the number of tokens between ranks and calls. Memory grows without messages, and earlier results stay valid."""
     with _recorded() as (made, messages):
         with world.buffer(1) as buffer:
-            _grow(world, buffer)
+            num_experts = 2 * world.num_ranks
+            steps = [(*step, num_experts) for step in STEPS]
+            grow(world, buffer, steps, 2, 2, lambda handle: handle[0][-1, world.rank])
             gc.collect()  # the Buffer is destroyed after all its results
         assert made == [128, 256, 1024]
         assert len(messages) == 1
@@ -47,17 +50,29 @@ def run_growth(world: World) -> None:
         assert made == [2048], "the bytes are enough for more tokens than the call has"
 
 
-def _grow(world: World, buffer: deep_ep.Buffer) -> None:
-    num_experts, held = 2 * world.num_ranks, []
-    for step, (tokens, more) in enumerate(STEPS):
+def grow(
+    world: World,
+    buffer: deep_ep.Buffer,
+    steps: Sequence[tuple[int, int, int]],
+    num_local_experts: int,
+    num_topk: int,
+    num_rows: Callable[[Any], Any],
+    **how: float,
+) -> list[tuple[Any, ...]]:
+    """Dispatch in steps, combine at the end, and return what the steps gave.
+
+    A step has tokens of each rank, more tokens of one rank, and experts to choose from. `num_rows` reads the number of rows from a handle.
+    """
+    held = []
+    for step, (tokens, more, num_chosen) in enumerate(steps):
         if world.rank == step % world.num_ranks:  # another rank has more tokens in each step
             tokens += more
         x = world.random_rows(tokens, step)
-        topk_idx = routing(world, step, tokens, 2, num_experts)
-        layout = layout_of(buffer, topk_idx, num_experts)
+        topk_idx = routing(world, step, tokens, num_topk, num_chosen, **how)
+        layout = layout_of(buffer, topk_idx, num_local_experts * world.num_ranks)
         recv_x, recv_idx, _, counts, handle, _ = buffer.dispatch(x, **layout, topk_idx=topk_idx)
-        assert recv_x.shape[0] == handle[0][-1, world.rank]
-        assert [int((recv_idx == e).sum()) for e in range(2)] == counts
+        assert recv_x.shape[0] == num_rows(handle)
+        assert [int((recv_idx == e).sum()) for e in range(num_local_experts)] == counts
         held.append((x, layout["is_token_in_rank"], recv_x, recv_x.clone(), handle))
     for x, in_rank, recv_x, expected, handle in held:  # some of them lie in Buffers that were too small later
         assert torch.equal(recv_x, expected)
@@ -65,3 +80,4 @@ def _grow(world: World, buffer: deep_ep.Buffer) -> None:
         assert difference(combined, x.float() * in_rank.sum(1, keepdim=True)) < 1e-5
         again, *_ = buffer.dispatch(x, handle=handle)
         assert torch.equal(again, expected)
+    return held

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from expect import raises
 
 from deepep_rt import EPInputError
 
-from .world import HIDDEN, World, deep_ep, difference, from_fp8, layout_of, routing, to_fp8, tokens_in_ranks
+from .growth import grow
+from .normal import round_trip
+from .world import HIDDEN, World, deep_ep, difference, layout_of, routing, to_fp8, tokens_in_ranks
 
 
 def run_internode(world: World, ranks_per_node: int) -> None:
@@ -31,7 +33,10 @@ def run_internode(world: World, ranks_per_node: int) -> None:
             for x in (x_rand, (x_fp8, scales.T.contiguous().T)):
                 for with_topk in (False, True):
                     given = layout | (dict(topk_idx=topk_idx, topk_weights=weights) if with_topk else {})
-                    _round_trip(world, buffer, x, given, config, with_events, ranks_per_node)
+                    bias = torch.ones_like(x_rand), world.random_rows(tokens, 4)
+                    options = dict(config=config, async_finish=with_events)
+                    check_handle = partial(_check_handle, world, in_rank, ranks_per_node)
+                    round_trip(world, buffer, x, given, options, check_handle, previous=with_events, bias=bias)
         if rank == 0:  # it makes a wrong call, and then the right one, in which the others wait for it
             with raises(EPInputError, "topk_weights"):
                 buffer.dispatch(x_rand, **layout, topk_idx=topk_idx, topk_weights=weights[:2])
@@ -62,51 +67,7 @@ def _check_layout(
     return layout
 
 
-def _round_trip(
-    world: World,
-    buffer: deep_ep.Buffer,
-    x: Any,
-    given: dict[str, Any],
-    config: deep_ep.Config,
-    with_events: bool,
-    ranks_per_node: int,
-) -> None:
-    with_topk, source = "topk_idx" in given, from_fp8(x) if isinstance(x, tuple) else x
-    in_rank = given["is_token_in_rank"]
-
-    def call(method: Callable[..., Any], **arguments: Any) -> Any:
-        previous = {"previous_event": buffer.capture()} if with_events else {}
-        *results, event = method(**arguments, **previous, config=config, async_finish=with_events)
-        if with_events:
-            event.current_stream_wait()
-        return results
-
-    recv, recv_idx, recv_weights, counts, handle = call(buffer.dispatch, x=x, **given)
-    recv_x = from_fp8(recv) if isinstance(recv, tuple) else recv
-    expected = _check_handle(world, handle, source, in_rank, ranks_per_node)
-    assert torch.equal(recv_x, expected)
-    assert counts == sum(world.gather(given["num_tokens_per_expert"].view(world.num_ranks, -1)))[world.rank].tolist()
-    if with_topk:
-        assert [int((recv_idx == e).sum()) for e in range(len(counts))] == counts
-        assert int((recv_idx >= 0).sum()) == sum(counts)
-        assert (recv_weights[recv_idx == -1] == 0).all()
-    else:
-        again, *others = call(buffer.dispatch, x=x, handle=handle)
-        assert others == [None] * 4
-        assert torch.equal(from_fp8(again) if isinstance(x, tuple) else again, expected)
-
-    bias = torch.ones_like(source), world.random_rows(len(source), 4)
-    more = dict(topk_weights=recv_weights) if with_topk else {}
-    combined, combined_weights = call(buffer.combine, x=recv_x, bias=bias, handle=handle, **more)
-    copies = in_rank.sum(1, keepdim=True)
-    assert difference(combined, source.float() * copies + bias[0].float() + bias[1].float()) < 1e-5
-    if with_topk:
-        assert torch.allclose(combined_weights, given["topk_weights"] * (given["topk_idx"] >= 0))
-    else:
-        assert combined_weights is None
-
-
-def _check_handle(world: World, handle: Any, source: torch.Tensor, in_rank: torch.Tensor, ranks_per_node: int) -> torch.Tensor:
+def _check_handle(world: World, in_rank: torch.Tensor, ranks_per_node: int, handle: Any, source: torch.Tensor) -> torch.Tensor:
     """Check the entries of a handle, and return the rows that arrive: in the order of ranks, then tokens."""
     rank, everywhere = world.rank, world.gather(in_rank)
     counts = torch.tensor([int(sent[:, rank].sum()) for sent in everywhere])
@@ -154,25 +115,9 @@ def _check_calls_by_their_own_names(
 
 def run_internode_growth(world: World) -> None:
     """Change the number of tokens between ranks and calls, and send all tokens to one rank. Earlier results stay valid."""
-    num_experts, num_topk, held = 8 * world.num_ranks, 1, []
+    num_experts = 8 * world.num_ranks
+    steps = [(7, 1, num_experts), (0, 0, num_experts), (5, 140, num_experts), (250, 0, 8), (600, 3, 8), (1, 0, num_experts)]
     with world.buffer(1, 1) as buffer:
-        for step, (tokens, more, to_one_rank) in enumerate(
-            [(7, 1, 0), (0, 0, 0), (5, 140, 0), (250, 0, 1), (600, 3, 1), (1, 0, 0)]
-        ):
-            if world.rank == step % world.num_ranks:
-                tokens += more
-            x = world.random_rows(tokens, step)
-            topk_idx = routing(world, step, tokens, num_topk, 8 if to_one_rank else num_experts, skip=0)
-            layout = layout_of(buffer, topk_idx, num_experts)
-            recv_x, recv_idx, _, counts, handle, _ = buffer.dispatch(x, **layout, topk_idx=topk_idx)
-            assert recv_x.shape[0] == handle[-4][-1]
-            assert [int((recv_idx == e).sum()) for e in range(8)] == counts
-            held.append((x, layout["is_token_in_rank"], recv_x, recv_x.clone(), handle))
+        held = grow(world, buffer, steps, 8, 1, lambda handle: handle[-4][-1], skip=0)
         most = max(len(recv_x) / handle.buffer.config.num_max_sent_rows for _, _, recv_x, _, handle in held)
         assert world.rank or world.num_ranks == 2 or most > 2, "the rows of one step need more room than a Buffer has at first"
-        for x, in_rank, recv_x, expected, handle in held:  # some of them lie in Buffers that were too small later
-            assert torch.equal(recv_x, expected)
-            combined, _, _ = buffer.combine(recv_x, handle)
-            assert difference(combined, x.float() * in_rank.sum(1, keepdim=True)) < 1e-5
-            again, *_ = buffer.dispatch(x, handle=handle)
-            assert torch.equal(again, expected)

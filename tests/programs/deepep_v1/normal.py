@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ def run_normal(world: World, num_sms: int = 24) -> None:
                     for with_topk in (False, True):
                         options: dict[str, Any] = dict(config=config, async_finish=asynchronous)
                         given = layout | (dict(topk_idx=topk_idx, topk_weights=weights) if with_topk else {})
-                        _round_trip(world, buffer, x, given, in_rank, options, previous)
+                        check_handle = partial(_check_handle, world, in_rank)
+                        round_trip(world, buffer, x, given, options, check_handle, previous=previous)
         _check_alignment(buffer, x_rank, topk_idx, layout)
         _check_worst(world, buffer, x_rand, topk_idx, weights, layout, in_rank)
         _check_bias(buffer, x_rand, layout)
@@ -60,16 +62,20 @@ def check_layout(
     return dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_token_in_rank)
 
 
-def _round_trip(
+def round_trip(
     world: World,
     buffer: deep_ep.Buffer,
     x: Any,
     given: dict[str, Any],
-    in_rank: torch.Tensor,
     options: dict[str, Any],
+    check_handle: Callable[..., torch.Tensor],
+    *,
     previous: bool,
+    bias: tuple[torch.Tensor, ...] = (),
 ) -> None:
+    """Dispatch and combine on the communication stream or in order. `check_handle` also returns the rows that arrive."""
     with_topk, source = "topk_idx" in given, from_fp8(x) if isinstance(x, tuple) else x
+    in_rank = given["is_token_in_rank"]
 
     def call(method: Callable[..., Any], **arguments: Any) -> Any:
         if previous:
@@ -82,7 +88,7 @@ def _round_trip(
     recv, recv_idx, recv_weights, counts, handle = call(buffer.dispatch, x=x, **given)
     assert isinstance(recv, tuple) == isinstance(x, tuple)
     recv_x = from_fp8(recv) if isinstance(recv, tuple) else recv
-    expected = _check_handle(world, handle, source, in_rank)
+    expected = check_handle(handle, source)
     assert torch.equal(recv_x, expected)
     per_expert = sum(world.gather(given["num_tokens_per_expert"].view(world.num_ranks, -1)))
     assert counts == per_expert[world.rank].tolist()
@@ -99,17 +105,17 @@ def _round_trip(
         assert others == [None] * 4
         assert torch.equal(recv_x, expected)
 
-    more = dict(topk_weights=recv_weights) if with_topk else {}
-    combined, combined_weights = call(buffer.combine, x=recv_x, handle=handle, **more)
+    more: dict[str, Any] = dict(topk_weights=recv_weights) if with_topk else {}
+    combined, combined_weights = call(buffer.combine, x=recv_x, handle=handle, **more, **(dict(bias=bias) if bias else {}))
     assert combined.dtype == torch.bfloat16
-    assert difference(combined, source.float() * in_rank.sum(1, keepdim=True)) < 1e-5
+    assert difference(combined, source.float() * in_rank.sum(1, keepdim=True) + sum(each.float() for each in bias)) < 1e-5
     if with_topk:
         assert torch.allclose(combined_weights, given["topk_weights"] * (given["topk_idx"] >= 0))
     else:
         assert combined_weights is None
 
 
-def _check_handle(world: World, handle: Any, source: torch.Tensor, in_rank: torch.Tensor) -> torch.Tensor:
+def _check_handle(world: World, in_rank: torch.Tensor, handle: Any, source: torch.Tensor) -> torch.Tensor:
     """Check the entries of a handle, and return the rows that arrive: in the order of ranks, then tokens."""
     rank, everywhere = world.rank, world.gather(in_rank)
     expected = torch.cat([rows[sent[:, rank]] for rows, sent in zip(world.gather(source), everywhere, strict=True)])
