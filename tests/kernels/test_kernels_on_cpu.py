@@ -6,6 +6,8 @@ failed test ends with its seed, and `KERNELS_ON_CPU_SEEDS=17:18` runs this seed 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -247,7 +249,7 @@ def test_mixed_architectures(seed):
             buffer._backend.low_latency.kernels.archs_without_fp8 = {0: "sm_80"}
         made = LowLatencyRound(machine, buffers, 1, format=dict()).all()  # with FP8, which one rank cannot convert to
         machine.run()
-        made.options["format"] = dict(use_fp8=False)
+        made.round.row = replace(made.round.row, options=dict(use_fp8=False))
         made.check()
 
 

@@ -9,18 +9,13 @@ import numpy as np
 import oracle
 import spmd
 from mpi4py import MPI
+from scenario_table import BOTH, FORMATS
+from scenarios import LowLatencyRound, Scenario
 from spmd import inputs_of_all, make_buffer
 
 from deepep_rt import Buffer
 
 HIDDEN, NUM_TOPK, MAX_TOKENS = 256, 4, 16
-FORMATS = (
-    dict(use_fp8=False),
-    dict(use_fp8=True),
-    dict(use_fp8=True, round_scale=True),
-    dict(use_fp8=True, use_ue8m0=True),
-    dict(use_fp8=True, round_scale=True, use_ue8m0=True),
-)
 
 
 def make_low_latency_buffer(comm: MPI.Intracomm, **settings: Any) -> Buffer:
@@ -63,28 +58,12 @@ def assert_same(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
     assert not len(bad), f"{name}: {len(bad)} differ, first at {bad[0]}: {got[tuple(bad[0])]} != {wanted[tuple(bad[0])]}"
 
 
-def run_checked_round(comm: MPI.Intracomm, buffer: Buffer, inputs: list[oracle.RankInputs], seed: int, **options: Any) -> None:
+def run_checked_round(comm: MPI.Intracomm, buffer: Buffer, inputs: list[oracle.RankInputs], seed: int) -> None:
     """Dispatch with and without weights, combine each in both ways, and compare all results with the oracle."""
-    rank = comm.Get_rank()
-    mine, y = inputs[rank], expert_outputs(buffer, seed, special=bool(seed % 2))
-    options = options or dict(use_fp8=False)
-    expected = expected_arrivals(buffer, rank, inputs, options)
-    sent = [
-        buffer.low_latency_dispatch(mine.x, mine.topk_idx, topk_weights=weights, **options)
-        for weights in (mine.topk_weights, None)
-    ]
-    for reduce_early in (True, False):
-        wanted = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=reduce_early)
-        for result in sent:
-            back = buffer.low_latency_combine(
-                y[rank], mine.topk_idx, mine.topk_weights, result.handle, allow_multiple_reduction=reduce_early
-            )
-            assert back.hook is None
-            assert_same(f"combine, reduce_early={reduce_early}, has_weights={result.handle.has_weights}", back.x, wanted)
-    for result in sent:
-        assert result.hook is None
-        assert result.handle.num_tokens == len(mine.x)
-        low_latency_oracle.check_dispatch(result, expected)
+    row = Scenario("a round of other tests", "low_latency", sums=BOTH, options=FORMATS[0], seed=seed)
+    made = LowLatencyRound(row, buffer.config, inputs)
+    made.call(buffer, comm.Get_rank())
+    made.check(comm.Get_rank())
 
 
 def to_backend(array: np.ndarray) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import oracle
-from checked_rounds import run_checked_round
 from low_latency_rounds import to_backend, to_host
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, outputs_of_all, raises
+from table import run_checked_round
 
 from deepep_rt import Buffer, DispatchHandle, EPDestroyedError, EPInputError, PreparedThroughput
 

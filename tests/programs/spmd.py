@@ -29,6 +29,7 @@ __all__ = ["raises"]
 
 TIMEOUT_S = seconds(20.0)
 backend = "host"  # the GPU tests run the same checks on "cuda"
+has_fp8 = True  # the GPU tests say what their GPUs have
 more_settings: dict[str, Any] = {}  # of a Buffer; the GPU tests set them
 ABORT_AFTER_S = TIMEOUT_S + 5  # after a failure, because the other ranks may hang in a collective of MPI
 
