@@ -55,6 +55,9 @@ class Sum:
     named: str = ""  # the choices that a low-latency combine names: see `_named`
 
 
+SUM = Sum()
+
+
 @dataclass(frozen=True)
 class Scenario:
     """Calls of all ranks: a dispatch, dispatches along its handle, and combines.
@@ -325,24 +328,32 @@ class LowLatencyRound(Round):
         self.combine(buffer, rank, put)
         self.finish(rank)
 
+    def send(self, buffer: Buffer, rank: int, put: Put = np.asarray, *, early: bool = True, **options: Any) -> Any:
+        """Make a dispatch. `early`: with the weights."""
+        mine = self.inputs[rank]
+        weights = put(mine.topk_weights) if early else None
+        return buffer.low_latency_dispatch(
+            put(mine.x), put(mine.topk_idx), topk_weights=weights, **{**self.row.options, **options}
+        )
+
+    def send_back(self, buffer: Buffer, rank: int, sent: Any, how: Sum = SUM, put: Put = np.asarray, **options: Any) -> Any:
+        """Make the combine that follows a dispatch."""
+        mine, named = self.inputs[rank], self._named(rank, how)
+        idx = mine.topk_idx if named is None else np.where(named, mine.topk_idx, -1)
+        options = dict(allow_multiple_reduction=how.reduce == "rank", compress=how.compress, **options)
+        y = put(self.outputs(how)[rank])
+        return buffer.low_latency_combine(y, put(idx), put(mine.topk_weights), sent.handle, **options)
+
     def dispatch(self, buffer: Buffer, rank: int, put: Put = np.asarray) -> None:
-        mine, self.sent[rank] = self.inputs[rank], []
-        for early in self.row.early:
-            weights = put(mine.topk_weights) if early else None
-            how = dict(topk_weights=weights, return_recv_hook=self.row.hooks, **self.row.options)
-            self.sent[rank].append(buffer.low_latency_dispatch(put(mine.x), put(mine.topk_idx), **how))
+        self.sent[rank] = [self.send(buffer, rank, put, early=early, return_recv_hook=self.row.hooks) for early in self.row.early]
 
     def receive(self, rank: int) -> None:
         _call_hooks(self.sent[rank], self.row.hooks)
 
     def combine(self, buffer: Buffer, rank: int, put: Put = np.asarray) -> None:
-        mine, self.back[rank] = self.inputs[rank], []
+        self.back[rank] = []
         for how, sent in itertools.product(self.row.sums, self.sent[rank]):
-            named = self._named(rank, how)
-            idx = mine.topk_idx if named is None else np.where(named, mine.topk_idx, -1)
-            options = dict(allow_multiple_reduction=how.reduce == "rank", return_recv_hook=self.row.hooks, compress=how.compress)
-            y = put(self.outputs(how)[rank])
-            self.back[rank].append(buffer.low_latency_combine(y, put(idx), put(mine.topk_weights), sent.handle, **options))
+            self.back[rank].append(self.send_back(buffer, rank, sent, how, put, return_recv_hook=self.row.hooks))
             if self.row.hooks and len(self.row.sums) * len(self.row.early) > 1:
                 self.back[rank][-1].hook()  # there is memory for few open hooks
 
@@ -375,25 +386,31 @@ class LowLatencyRound(Round):
     def check(self, rank: int, live: Any = None, answering: Any = None) -> None:
         """`live`, `answering`: as in the oracle."""
         for (how, _), got in zip(itertools.product(self.row.sums, self.sent[rank]), self.back[rank], strict=True):
-            shares = dict(reduce_early=how.reduce == "rank", live=live, answering=answering, compress=how.compress)
-            wanted = low_latency_oracle.expected_combine(
-                rank, self.inputs, self.outputs(how), self.config.num_experts, named=self._named(rank, how), **shares
-            )
             assert self.row.hooks or got.hook is None
-            _label(f"{how}", oracle.same_bits, "x", got.x, wanted)
+            _label(f"{how}", self.check_sum, rank, got, how, live, answering)
         self.check_dispatches(rank, live)
 
+    def check_sum(self, rank: int, got: Any, how: Sum = SUM, live: Any = None, answering: Any = None) -> None:
+        """Compare the result of a combine."""
+        named, experts = self._named(rank, how), self.config.num_experts
+        shares = dict(reduce_early=how.reduce == "rank", live=live, answering=answering, named=named, compress=how.compress)
+        oracle.same_bits("x", got.x, low_latency_oracle.expected_combine(rank, self.inputs, self.outputs(how), experts, **shares))
+
     def check_dispatches(self, rank: int, live: Any = None) -> None:
-        names = {"use_fp8": "fp8", "use_ue8m0": "ue8m0", "round_scale": "round_scale"}
-        kinds = {names[name]: value for name, value in self.row.options.items()}
-        expected = self.kept(
-            ("arrived", rank, tuple(live or ())),
-            lambda: low_latency_oracle.expected_dispatch(rank, self.inputs, self.config.num_experts, live=live, **kinds),
-        )
         for sent in self.sent[rank]:
             assert self.row.hooks or sent.hook is None
             assert sent.handle.num_tokens == len(self.inputs[rank].x)
-            low_latency_oracle.check_dispatch(sent, expected)
+            self.check_dispatch(rank, sent, live)
+
+    def check_dispatch(self, rank: int, sent: Any, live: Any = None, **options: Any) -> None:
+        """Compare the result of a dispatch."""
+        names = {"use_fp8": "fp8", "use_ue8m0": "ue8m0", "round_scale": "round_scale"}
+        kinds = {names[name]: value for name, value in {**self.row.options, **options}.items()}
+        key = "arrived", rank, tuple(live or ()), tuple(kinds.items())
+        wanted = self.kept(
+            key, lambda: low_latency_oracle.expected_dispatch(rank, self.inputs, self.config.num_experts, live=live, **kinds)
+        )
+        low_latency_oracle.check_dispatch(sent, wanted)
 
 
 def _call_hooks(results: Sequence[Any], hooks: bool) -> None:

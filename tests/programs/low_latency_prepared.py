@@ -9,7 +9,6 @@ import low_latency_oracle
 import numpy as np
 import spmd
 from low_latency_rounds import (
-    FORMATS,
     HIDDEN,
     MAX_TOKENS,
     assert_same,
@@ -22,6 +21,7 @@ from low_latency_rounds import (
     to_host,
 )
 from mpi4py import MPI
+from scenario_table import FORMATS
 from spmd import main, raises
 
 from deepep_rt import Buffer, EPDestroyedError, EPInputError, PreparedLowLatency

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import low_latency_oracle
@@ -9,8 +10,8 @@ import numpy as np
 import oracle
 import spmd
 from mpi4py import MPI
-from scenario_table import BOTH, FORMATS
-from scenarios import LowLatencyRound, Scenario
+from scenario_table import BOTH, FORMATS, few_tokens
+from scenarios import SUM, LowLatencyRound, Scenario
 from spmd import inputs_of_all, make_buffer
 
 from deepep_rt import Buffer
@@ -48,6 +49,32 @@ def expected_arrivals(
     """Work out what a dispatch with these options of `Buffer.low_latency_dispatch` brings to a rank."""
     renamed = {{"use_fp8": "fp8", "use_ue8m0": "ue8m0"}.get(name, name): value for name, value in options.items()}
     return low_latency_oracle.expected_dispatch(rank, inputs, buffer.config.num_experts, **renamed)
+
+
+class Batch:
+    """Low-latency inputs of all ranks, with calls of this rank, and a comparison of their results with the oracle."""
+
+    def __init__(self, comm: MPI.Intracomm, buffer: Buffer, seed: int, number=tokens_of, **more: Any) -> None:
+        self.buffer, self.rank = buffer, comm.Get_rank()
+        self.round = LowLatencyRound(few_tokens("a batch", number, seed=seed, **more), buffer.config)
+        self.inputs, self.y = self.round.inputs, self.round.outputs(SUM)[self.rank]
+        self.mine = self.inputs[self.rank]
+
+    def dispatch(self, early: bool = True, **options: Any) -> Any:
+        """Make a dispatch; `early`: with the weights."""
+        return self.round.send(self.buffer, self.rank, early=early, **options)
+
+    def combine(self, sent: Any, reduce_early: bool = True, **options: Any) -> Any:
+        """Make the combine that follows `dispatch`."""
+        return self.round.send_back(self.buffer, self.rank, sent, BOTH[not reduce_early], **options)
+
+    def check(self, sent: Any, live: Collection[int] | None = None, **options: Any) -> None:
+        """Compare the result of a dispatch with these options; `live`: as in the oracle."""
+        self.round.check_dispatch(self.rank, sent, live, **options)
+
+    def check_sum(self, back: Any, reduce_early: bool = True, live: Any = None, answering: Any = None) -> None:
+        """Compare the result of a combine; `live` and `answering`: as in the oracle."""
+        self.round.check_sum(self.rank, back, BOTH[not reduce_early], live, answering)
 
 
 def assert_same(name: str, got: np.ndarray, wanted: np.ndarray) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -54,48 +54,15 @@ def run_checked_round(comm: MPI.Intracomm, buffer: Buffer, seed: int) -> None:
     run_row(buffer, row, comm.Get_rank())
 
 
-def check_dispatches(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["dispatches"])
+def _check_of(group: str) -> Callable[[MPI.Intracomm], None]:
+    def check(comm: MPI.Intracomm) -> None:
+        run_rows(comm, TABLE[group])
+
+    check.__name__ = f"check_{group}"
+    return check
 
 
-def check_handles(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["handles"])
-
-
-def check_conversions(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["conversions"])
-
-
-def check_sums(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["sums"])
-
-
-def check_choice_sums(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["choice_sums"])
-
-
-def check_compressed(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["compressed"])
-
-
-def check_random_calls(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["random_calls"])
-
-
-def check_low_latency(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["low_latency"])
-
-
-def check_low_latency_choices(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["low_latency_choices"])
-
-
-def check_low_latency_compressed(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["low_latency_compressed"])
-
-
-def check_random_low_latency(comm: MPI.Intracomm) -> None:
-    run_rows(comm, TABLE["random_low_latency"])
+globals().update({f"check_{group}": _check_of(group) for group in TABLE})  # `spmd.main` and the GPU tests look for functions
 
 
 def check_same_bits_at_any_size(comm: MPI.Intracomm) -> None:
