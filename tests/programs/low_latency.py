@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import spmd
-from low_latency_rounds import HIDDEN, Batch, make_low_latency_buffer, to_backend, to_host
+from low_latency_rounds import HIDDEN, Batch, counts_of, make_low_latency_buffer, to_backend, to_host
 from mpi4py import MPI
 from spmd import main, raises
 
@@ -38,7 +38,7 @@ def check_out(comm: MPI.Intracomm) -> None:
         assert (to_host(outs[1]) == 7).all(), "out was written before the hook"
         backs[1].hook()
         for array in (*outs, *(back.x for back in backs)):
-            batch.check_sum(SimpleNamespace(x=to_host(array)))
+            batch.check_sum(SimpleNamespace(x=array))
 
 
 def check_zero_copy(comm: MPI.Intracomm) -> None:
@@ -54,7 +54,7 @@ def check_zero_copy(comm: MPI.Intracomm) -> None:
             for reduce_early in (True, False):
                 how = dict(zero_copy=True, allow_multiple_reduction=reduce_early)
                 back = buffer.low_latency_combine(y, *given, handle, **how)
-                batch.check_sum(SimpleNamespace(x=to_host(back.x)), reduce_early)
+                batch.check_sum(back, reduce_early)
             with raises(EPInputError, "zero_copy", "get_low_latency_combine_buffer"):
                 buffer.low_latency_combine(batch.y, *given, handle, zero_copy=True)
 
@@ -63,8 +63,7 @@ def check_counters(comm: MPI.Intracomm) -> None:
     ranks, rank = comm.Get_size(), comm.Get_rank()
     with make_low_latency_buffer(comm) as buffer:
         batch = Batch(comm, buffer, 16)
-        mine, experts = batch.mine, np.arange(4 * rank, 4 * rank + 4)
-        counts = sum((one.topk_idx[:, :, None] == experts).sum((0, 1)) for one in batch.inputs)
+        mine, counts = batch.mine, counts_of(batch)
         stats = to_backend(np.full(buffer.config.num_local_experts, 100, np.int32))
         waits = to_backend(np.zeros(ranks, np.int64))
         counters = dict(cumulative_local_expert_recv_stats=stats, wait_recv_cost_stats=waits, use_fp8=False)

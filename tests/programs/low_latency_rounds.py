@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import low_latency_oracle
@@ -11,7 +12,7 @@ import oracle
 import spmd
 from mpi4py import MPI
 from scenario_table import BOTH, FORMATS, few_tokens
-from scenarios import SUM, LowLatencyRound, Scenario
+from scenarios import LowLatencyRound, Scenario
 from spmd import inputs_of_all, make_buffer
 
 from deepep_rt import Buffer
@@ -57,8 +58,8 @@ class Batch:
     def __init__(self, comm: MPI.Intracomm, buffer: Buffer, seed: int, number=tokens_of, **more: Any) -> None:
         self.buffer, self.rank = buffer, comm.Get_rank()
         self.round = LowLatencyRound(few_tokens("a batch", number, seed=seed, **more), buffer.config)
-        self.inputs, self.y = self.round.inputs, self.round.outputs(SUM)[self.rank]
-        self.mine = self.inputs[self.rank]
+        self.inputs, self.sums = self.round.inputs, self.round.row.sums
+        self.mine, self.y = self.inputs[self.rank], self.round.outputs(self.sums[0])[self.rank]
 
     def dispatch(self, early: bool = True, **options: Any) -> Any:
         """Make a dispatch; `early`: with the weights."""
@@ -66,15 +67,21 @@ class Batch:
 
     def combine(self, sent: Any, reduce_early: bool = True, **options: Any) -> Any:
         """Make the combine that follows `dispatch`."""
-        return self.round.send_back(self.buffer, self.rank, sent, BOTH[not reduce_early], **options)
+        return self.round.send_back(self.buffer, self.rank, sent, self.sums[not reduce_early], **options)
 
     def check(self, sent: Any, live: Collection[int] | None = None, **options: Any) -> None:
         """Compare the result of a dispatch with these options; `live`: as in the oracle."""
-        self.round.check_dispatch(self.rank, sent, live, **options)
+        self.round.check_dispatch(self.rank, as_numpy(sent), live, **options)
 
     def check_sum(self, back: Any, reduce_early: bool = True, live: Any = None, answering: Any = None) -> None:
         """Compare the result of a combine; `live` and `answering`: as in the oracle."""
-        self.round.check_sum(self.rank, back, BOTH[not reduce_early], live, answering)
+        self.round.check_sum(self.rank, as_numpy(back), self.sums[not reduce_early], live, answering)
+
+
+def counts_of(batch: Batch) -> np.ndarray:
+    """Count the choices of each expert of this rank."""
+    experts = np.arange(4 * batch.rank, 4 * batch.rank + 4)
+    return sum((one.topk_idx[:, :, None] == experts).sum((0, 1)) for one in batch.inputs)
 
 
 def assert_same(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
@@ -105,3 +112,15 @@ def to_backend(array: np.ndarray) -> Any:
 def to_host(array: Any) -> np.ndarray:
     """Return an array of `to_backend` as one of NumPy."""
     return array.view(np.uint8).get().view(np.dtype(array.dtype.name)) if hasattr(array, "get") else array
+
+
+ARRAYS = (
+    "recv_x recv_x_scales recv_topk_idx recv_topk_weights recv_src_idx num_recv_tokens num_recv_tokens_per_expert x topk_weights"
+)
+
+
+def as_numpy(result: Any, *names: str) -> Any:
+    """Return the arrays of a result as those of NumPy, and other attributes as they are."""
+    found = {name: getattr(result, name, None) for name in ARRAYS.split()}
+    converted = {name: None if array is None else to_host(array) for name, array in found.items()}
+    return SimpleNamespace(**converted, **{name: getattr(result, name) for name in names})

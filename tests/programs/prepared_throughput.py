@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import oracle
-from low_latency_rounds import to_backend, to_host
+from low_latency_rounds import as_numpy, to_backend
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, outputs_of_all, raises
 from table import run_checked_round
@@ -101,14 +100,6 @@ class Step:
         how: dict[str, Any] = dict(node_size=config.node_size, biases=self.biases, all_weights=weights if self.with_idx else None)
         how |= {"compress": self.options["compress"], "path": config.path} if "compress" in self.options else {}
         oracle.check_sums(as_numpy(back), self.rank, inputs, outputs, config.num_experts, **how)
-
-
-def as_numpy(result: Any, *names: str) -> Any:
-    """Return the arrays of a result as those of NumPy, and other attributes as they are."""
-    arrays = "recv_x recv_x_scales recv_topk_idx recv_topk_weights recv_src_idx num_recv_tokens num_recv_tokens_per_expert"
-    found = {name: getattr(result, name, None) for name in (*arrays.split(), "x", "topk_weights")}
-    converted = {name: None if array is None else to_host(array) for name, array in found.items()}
-    return SimpleNamespace(**converted, **{name: getattr(result, name) for name in names})
 
 
 def settings_of(comm: MPI.Intracomm, **more: Any) -> dict[str, Any]:
