@@ -9,7 +9,7 @@ the same program on GPUs, and `tests/kernels_on_cpu/rounds.py` kernels on the CP
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,9 +107,6 @@ class Scenario:
         """Whether a GPU needs FP8 numbers for it."""
         return bool(self.options.get("use_fp8")) or any(one.compress for one in self.sums)
 
-    def runs_on(self, num_ranks: int) -> bool:
-        return self.topk <= self.each * num_ranks and self.needs(num_ranks)
-
     def settings(self, num_ranks: int) -> dict[str, Any]:
         """Return the settings of its Buffer."""
         width = "bfloat16" if np.dtype(self.dtype).itemsize < 2 else self.dtype
@@ -135,6 +132,13 @@ class Scenario:
     def start(self, config: Config) -> Round:
         """Make the inputs of a run."""
         return LowLatencyRound(self, config) if self.layout == "low_latency" else ThroughputRound(self, config)
+
+
+def by_buffer(rows: Iterable[Scenario], num_ranks: int) -> Iterator[tuple[dict[str, Any], list[Scenario]]]:
+    """Yield the settings of each Buffer, and its rows: those that follow each other and need the same Buffer."""
+    fitting = [row for row in rows if row.topk <= row.each * num_ranks and row.needs(num_ranks)]
+    for settings, group in itertools.groupby(fitting, lambda row: row.settings(num_ranks)):
+        yield settings, list(group)
 
 
 class Round:

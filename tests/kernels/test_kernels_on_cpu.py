@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scenario_table import TABLE
 
 from deepep_rt import EPTimeoutError
 from deepep_rt.backends.cuda import expert_rows
@@ -35,6 +36,7 @@ from tests.kernels_on_cpu.rounds import (
     overlapped_rounds,
     prepared_rounds,
     prepared_throughput_rounds,
+    run_table,
     seeds,
     throughput_rounds,
 )
@@ -251,6 +253,13 @@ def test_mixed_architectures(seed):
         machine.run()
         made.round.row = replace(made.round.row, options=dict(use_fp8=False))
         made.check()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("group", ["sums", "low_latency_choices"])
+def test_rows_of_the_table(group):
+    """The rows that programs run on the host backend and on GPUs."""
+    run_table(2, TABLE[group])
 
 
 # --- broken kernels -------------------------------------------------------------------------------------------------------------------

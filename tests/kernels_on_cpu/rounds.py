@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from scenario_table import FORMATS, drawn
-from scenarios import Sum
+from scenarios import Sum, by_buffer
 
 from deepep_rt import EPTimeoutError
 from deepep_rt.cuda import driver
@@ -211,6 +211,18 @@ def run_rounds(machine, rounds):
     machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
     for made in rounds:
         made.check()
+
+
+def run_table(num_ranks, rows):
+    """Run rows of the table, but for rows that look at results before the GPUs have written them."""
+    for settings, group in by_buffer([row for row in rows if not row.overwrites], num_ranks):
+        with Machine(num_ranks, 1) as machine:
+            buffers = machine.buffers(**{"num_max_tokens_per_rank": 64, **settings})
+            for row in group:
+                made = row.start(buffers[0].config)
+                machine.each_rank(lambda rank: made.call(buffers[rank], rank, functools.partial(machine.put, rank)))  # noqa: B023
+                for rank in range(num_ranks):
+                    made.check(rank)
 
 
 def throughput_rounds(machine, buffers, seed, count):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import ml_dtypes
@@ -10,7 +9,7 @@ import numpy as np
 import spmd
 from mpi4py import MPI
 from scenario_table import TABLE
-from scenarios import Round, Scenario, Sum
+from scenarios import Round, Scenario, Sum, by_buffer
 from spmd import groups_of_every_size, main, make_buffer
 
 from deepep_rt import Buffer
@@ -35,8 +34,7 @@ def run_row(buffer: Buffer, row: Scenario, rank: int) -> Round:
 def run_rows(comm: MPI.Intracomm, rows: Sequence[Scenario]) -> None:
     """Run rows. Those that follow each other and have the same settings share a Buffer, and later calls do not change results."""
     ranks, rank = comm.Get_size(), comm.Get_rank()
-    fitting = [row for row in rows if row.runs_on(ranks) and (spmd.has_fp8 or not row.needs_fp8)]
-    for settings, group in itertools.groupby(fitting, lambda row: row.settings(ranks)):
+    for settings, group in by_buffer([row for row in rows if spmd.has_fp8 or not row.needs_fp8], ranks):
         held: list[Round] = []
         with make_buffer(comm, **settings) as buffer:
             for row in group:
