@@ -233,6 +233,7 @@ class ThroughputRound(Round):
                 kinds = "ordered" if how.values == "ordered" else "normal"
                 weights.append(_values(kinds, rng, (shape[0], self.config.num_topk) if row.layout == "token" else shape[:1]))
                 mine = len(self.inputs[rank].topk_idx), self.config.hidden
+                rng = np.random.default_rng([row.seed, rank, 8])  # the biases of all sums are the same
                 biases.append([_values(how.values, rng, mine).astype(dtype) for _ in range(how.biases)])
             return y, weights if how.weights else None, biases
 
@@ -274,7 +275,7 @@ class ThroughputRound(Round):
     def check(self, rank: int) -> None:
         self.check_dispatches(rank)
         for number, got in enumerate(self.back[rank]):
-            _label(f"combine {number}, {self.row.sums[number]}", self._check_sum, rank, number, got)
+            _label(f"combine {number}, {self.row.sums[number]}", self.check_sum, rank, number, got)
 
     def check_dispatches(self, rank: int) -> None:
         sent = self.sent[rank]
@@ -282,12 +283,13 @@ class ThroughputRound(Round):
         assert sent.views["x"].ptr % 64 == 0, "not aligned for JAX"
         assert sent.recv_x is sent.recv_x
         for call, got in enumerate([sent, *self.again[rank]]):
-            if call == 0 and self.row.overwrites and self.again[rank]:
-                continue
-            expected, how = self.expected(rank, call), self.row if call == 0 else self.row.again[call - 1]
-            _label(f"dispatch {call}", self._check_rows, got, expected, how.options, call == 0 or how.with_idx)
+            if call or not (self.row.overwrites and self.again[rank]):
+                _label(f"dispatch {call}", self.check_rows, rank, call, got)
 
-    def _check_rows(self, got: Any, expected: Any, options: Mapping[str, Any], with_idx: bool) -> None:
+    def check_rows(self, rank: int, call: int, got: Any) -> None:
+        """Compare the result of the first dispatch, or of `again[call - 1]`."""
+        expected, how = self.expected(rank, call), self.row if call == 0 else self.row.again[call - 1]
+        options, with_idx = how.options, call == 0 or how.with_idx
         has_counts = self.row.worst is None
         if self.row.layout == "token":
             oracle.check_dispatch(got, expected, has_counts=has_counts, with_idx=with_idx)
@@ -296,7 +298,8 @@ class ThroughputRound(Round):
             by_column, with_padding = options.get("scales_layout") == "column", options.get("zero_padding", False)
             oracle.check_expert_rows(got, expected, has_counts=has_counts, by_column=by_column, with_padding=with_padding)
 
-    def _check_sum(self, rank: int, number: int, got: Any) -> None:
+    def check_sum(self, rank: int, number: int, got: Any) -> None:
+        """Compare the result of `sums[number]`."""
         how, config, inputs = self.row.sums[number], self.config, self.inputs
         y, weights, biases = self.values(number)
         given = dict(compress=how.compress, biases=biases[rank], node_size=config.node_size, path=config.path)

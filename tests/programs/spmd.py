@@ -131,26 +131,5 @@ def inputs_of_all(comm: MPI.Intracomm, seed: int, num_tokens: Callable[[int], in
     return [oracle.make_inputs(seed, rank, num_tokens(rank), num_ranks=ranks, **settings) for rank in range(ranks)]
 
 
-def outputs_of_all(
-    inputs: list[oracle.RankInputs],
-    num_experts: int,
-    seed: int,
-    hidden: int,
-    dtype: str,
-    *,
-    worst: list[int | None] | None = None,
-    integers: bool = False,
-) -> list[np.ndarray]:
-    """Make random outputs of each rank's experts, one row for each row that the rank received."""
-    outputs = []
-    for rank in range(len(inputs)):
-        received = oracle.expected_dispatch(rank, inputs, num_experts, num_worst_tokens=worst[rank] if worst else None)
-        rng = np.random.default_rng([seed, rank, 7])
-        shape = (len(received.x), hidden)
-        values = rng.integers(-8, 9, shape).astype(np.float32) if integers else rng.standard_normal(shape, np.float32)
-        outputs.append(values.astype(dtype))
-    return outputs
-
-
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
