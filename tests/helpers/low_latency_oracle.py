@@ -84,15 +84,8 @@ def expected_dispatch(
 
     `live`: the ranks that are not masked, rank `rank` included; None: all.
     """
-    each = num_experts // len(all_inputs)
-    entries: list[list[tuple[int, int, int]]] = [[] for _ in range(each)]
-    for source, inputs in enumerate(all_inputs):
-        if live is not None and source not in live:
-            continue
-        for token in range(len(inputs.topk_idx)):
-            for k, expert in enumerate(inputs.topk_idx[token]):
-                if rank * each <= expert < (rank + 1) * each:
-                    entries[expert - rank * each].append((source, token, k))
+    live = range(len(all_inputs)) if live is None else live
+    entries = _entries_of(rank, all_inputs, num_experts // len(all_inputs), live)
     rows = [inputs.x for inputs in all_inputs]
     if not fp8:
         return Arrived([_gather(rows, found) for found in entries], None, entries)

@@ -300,30 +300,29 @@ class ThroughputRound(Round):
 
     def check_sum(self, rank: int, number: int, got: Any) -> None:
         """Compare the result of `sums[number]`."""
-        how, config, inputs = self.row.sums[number], self.config, self.inputs
+        x, weights = self.wanted_sum(rank, number)
+        oracle.same_bits("x", got.x, x)
+        if weights is None:
+            assert got.topk_weights is None
+        else:
+            oracle.same_bits("topk_weights", got.topk_weights, weights)
+
+    def wanted_sum(self, rank: int, number: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Work out the sums and weights of `sums[number]`."""
+        how, config, inputs, experts = self.row.sums[number], self.config, self.inputs, self.config.num_experts
         y, weights, biases = self.values(number)
         given = dict(compress=how.compress, biases=biases[rank], node_size=config.node_size, path=config.path)
         if self.row.layout == "token":
-            oracle.check_sums(got, rank, inputs, y, config.num_experts, all_worst=self.worst, all_weights=weights, **given)
-            return
+            return oracle.expected_sums(rank, inputs, y, experts, all_worst=self.worst, all_weights=weights, **given)
         received = [self.expected(r) for r in self.ranks]
         if weights is not None:
             received = [replace(one, weights=mine) for one, mine in zip(received, weights, strict=True)]
+        back = None if weights is None or how.weighted else oracle.returned_weights(rank, inputs, received)
         if how.reduce == "topk":
-            wanted = oracle.expected_choice_sums(rank, inputs, y, received, weighted=how.weighted, biases=biases[rank])
-        else:
-            by_token = [
-                oracle.rows_by_token(
-                    r, inputs, config.num_experts, y[r], received[r], weights=received[r].weights if how.weighted else None
-                )
-                for r in self.ranks
-            ]
-            wanted, _ = oracle.expected_sums(rank, inputs, by_token, config.num_experts, **given)
-        oracle.same_bits("x", got.x, wanted)
-        if weights is None or how.weighted:
-            assert got.topk_weights is None
-        else:
-            oracle.same_bits("topk_weights", got.topk_weights, oracle.returned_weights(rank, inputs, received))
+            return oracle.expected_choice_sums(rank, inputs, y, received, weighted=how.weighted, biases=biases[rank]), back
+        factors = [one.weights if how.weighted else None for one in received]
+        by_token = [oracle.rows_by_token(r, inputs, experts, y[r], received[r], weights=factors[r]) for r in self.ranks]
+        return oracle.expected_sums(rank, inputs, by_token, experts, **given)[0], back
 
 
 class LowLatencyRound(Round):
@@ -463,8 +462,13 @@ _ORDERED = (1.0, 1e8, -1e8, 3.0, 1e-3, 2e8, -2e8, 7.0)
 
 
 def _values(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Draw float32: "normal", "integers", "ordered" (sums depend on the order of terms) or "ties" (of bfloat16, and special numbers)."""
+    """Draw float32: "normal", "integers", "ordered" (sums depend on the order of terms), "ties" (of bfloat16, and special numbers), or
+    "odd" (also zeros with a sign, subnormal numbers and infinities).
+    """
     if kind == "integers":
         return rng.integers(-8, 9, shape).astype(np.float32)
+    if kind == "odd":
+        factors = rng.choice([1, 1, 1, 1, -0.0, 1e-39, 1e-6, np.inf], shape, p=[0.15] * 6 + [0.09, 0.01])
+        return (rng.standard_normal(shape) * factors).astype(np.float32)
     listed = {"ordered": _ORDERED, "ties": _TIES}.get(kind)
     return rng.standard_normal(shape, np.float32) if listed is None else rng.choice(np.array(listed, np.float32), shape)

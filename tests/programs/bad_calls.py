@@ -14,6 +14,7 @@ import spmd
 from expect import logged_warnings
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
+from table import run_checked_round
 
 from deepep_rt import Buffer, EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError
 from deepep_rt.arrays.compressed_rows import COMPRESSIONS
@@ -21,12 +22,7 @@ from deepep_rt.arrays.compressed_rows import COMPRESSIONS
 
 def _check_usable(comm: MPI.Intracomm, buffer: Buffer) -> None:
     """Make a good round."""
-    experts, rank = buffer.config.num_experts, comm.Get_rank()
-    inputs = inputs_of_all(comm, 4, lambda rank: 5, hidden=buffer.config.hidden, num_topk=4, num_experts=experts)
-    mine = inputs[rank]
-    sent = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
-    oracle.check_dispatch(sent, oracle.expected_dispatch(rank, inputs, experts))
-    assert buffer.combine(sent.recv_x, sent.handle).x.shape == mine.x.shape
+    run_checked_round(comm, buffer, 4)
 
 
 def check_bad_expert_number(comm: MPI.Intracomm) -> None:
