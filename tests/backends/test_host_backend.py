@@ -24,10 +24,7 @@ LATE = [
 
 
 SIZES = {
-    **dict.fromkeys(
-        ["dispatch", "combine", "rounds", "bad_calls", "low_latency", "choices", "frameworks"], ("8", "4", "3", "2", "1")
-    ),
-    **dict.fromkeys(["compressed", "expert_rows"], ("4", "3", "1")),
+    **dict.fromkeys(["table", "prepared_throughput", "bad_calls", "low_latency", "frameworks"], ("8", "4", "3", "2", "1")),
     "buffers": ("8", "2", "1"),  # with all sizes, this program would take the longest
 }
 

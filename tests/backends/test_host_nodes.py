@@ -21,7 +21,7 @@ from deepep_rt.config import Config
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 1), *(pytest.param(4, n, marks=pytest.mark.full) for n in (2, 1))])
-@pytest.mark.parametrize("program", ["dispatch", "combine", "rounds"])
+@pytest.mark.parametrize("program", ["table", "prepared_throughput"])
 def test_program(program: str, num_ranks: int, ranks_per_node: int) -> None:
     run_checks(num_ranks, program, "--ranks-per-node", str(ranks_per_node))
 

@@ -257,7 +257,7 @@ def test_a_monitor_over_a_store_that_has_ended(ranks: list[StoreCommunicator], m
 
 @pytest.mark.full
 @needs_torch
-@pytest.mark.parametrize(("program", "num_ranks"), [("dispatch", 3), ("bad_calls", 2), ("buffers", 2), ("low_latency", 2)])
+@pytest.mark.parametrize(("program", "num_ranks"), [("table", 3), ("bad_calls", 2), ("buffers", 2), ("low_latency", 2)])
 def test_checks_of_the_host_backend(program: str, num_ranks: int) -> None:
     run_checks(num_ranks, program, "--store")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
-from oracle import RankInputs
+from oracle import RankInputs, rounded
 
 from deepep_rt.arrays.compressed_rows import compress as compressed
 from deepep_rt.arrays.compressed_rows import expand
@@ -58,6 +58,11 @@ def to_fp8(x: np.ndarray, round_scale: bool) -> tuple[np.ndarray, np.ndarray]:
     return codes, scales
 
 
+def to_ue8m0(scales: np.ndarray) -> np.ndarray:
+    """Return the exponents of scales that are powers of two."""
+    return scales.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8)
+
+
 def _next_power_of_two(value: np.float32) -> np.float32:
     if np.isinf(value):
         return value
@@ -79,22 +84,15 @@ def expected_dispatch(
 
     `live`: the ranks that are not masked, rank `rank` included; None: all.
     """
-    each = num_experts // len(all_inputs)
-    entries: list[list[tuple[int, int, int]]] = [[] for _ in range(each)]
-    for source, inputs in enumerate(all_inputs):
-        if live is not None and source not in live:
-            continue
-        for token in range(len(inputs.topk_idx)):
-            for k, expert in enumerate(inputs.topk_idx[token]):
-                if rank * each <= expert < (rank + 1) * each:
-                    entries[expert - rank * each].append((source, token, k))
+    live = range(len(all_inputs)) if live is None else live
+    entries = _entries_of(rank, all_inputs, num_experts // len(all_inputs), live)
     rows = [inputs.x for inputs in all_inputs]
     if not fp8:
         return Arrived([_gather(rows, found) for found in entries], None, entries)
     converted = [to_fp8(x, round_scale or ue8m0) for x in rows]
     scales = [scale for _, scale in converted]
     if ue8m0:
-        scales = [scale.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8) for scale in scales]
+        scales = [to_ue8m0(scale) for scale in scales]
     return Arrived(
         [_gather([x for x, _ in converted], found) for found in entries], [_gather(scales, found) for found in entries], entries
     )
@@ -159,11 +157,11 @@ def expected_combine(
             if reduce_early:
                 total = np.zeros(hidden, np.float32)
                 for peer in sorted(sums):
-                    row = _bfloat16(sums[peer]).astype(np.float32)
+                    row = rounded(sums[peer], ml_dtypes.bfloat16).astype(np.float32)
                     total = total + (row if compress is None else expand(compressed(row[None], compress), hidden, compress)[0])
-                out[token] = _bfloat16(total)
+                out[token] = rounded(total, ml_dtypes.bfloat16)
             elif sums:
-                out[token] = _bfloat16(sums[0])
+                out[token] = rounded(sums[0], ml_dtypes.bfloat16)
     return out
 
 
@@ -179,13 +177,6 @@ def _entries_of(
                 if expert // each == peer and expert >= 0:
                     found[expert % each].append((source, token, k))
     return found
-
-
-def _bfloat16(values: np.ndarray) -> np.ndarray:
-    """Round to bfloat16. NaN becomes the one that a GPU's conversion gives."""
-    made = values.astype(ml_dtypes.bfloat16)
-    made.view(np.uint16)[np.isnan(values)] = 0x7FFF
-    return made
 
 
 _NUM_DRAWN = 2**18 - 5  # a prime, so that values which repeat lie in other channels

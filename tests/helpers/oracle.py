@@ -1,8 +1,8 @@
 """Work out the results of dispatch and combine from the inputs of all ranks, by plain loops over tokens.
 
 This code is independent of `deepep_rt.backends.host`: it has no messages, counts or positions. It appends rows to lists in the documented
-order. `expected_combine` adds up in float64, and `expected_sums` in the documented order and roundings, bit for bit. Every function takes
-the inputs of all ranks. `make_inputs` depends on (seed, rank) alone, so each rank can make the inputs of all ranks without communication.
+order. Sums have the documented order and roundings, bit for bit. Every function takes the inputs of all ranks. `make_inputs` depends on
+(seed, rank) alone, so each rank can make the inputs of all ranks without communication.
 
 `RankInputs.x` may have any dtype, also one of `ml_dtypes`. Compressed rows are those of the library, which tests/arrays checks alone.
 """
@@ -113,51 +113,6 @@ def expected_dispatch(
     return out
 
 
-def expected_combine(
-    rank: int,
-    all_inputs: Sequence[RankInputs],
-    all_y: Sequence[np.ndarray],
-    num_experts: int,
-    *,
-    all_worst: Sequence[int | None] | None = None,
-    all_weights: Sequence[np.ndarray] | None = None,
-    biases: Sequence[np.ndarray] = (),
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Work out what rank `rank` gets back if each rank r dispatches `all_inputs[r]` and then combines `all_y[r]`.
-
-    Args:
-        rank: The rank of the tokens.
-        all_inputs: What all ranks dispatched.
-        all_y: For each rank, its rows for combine, `[rows it received, hidden]`.
-        num_experts: Experts over all ranks.
-        all_worst: `num_worst_tokens` of each rank's dispatch; dropped rows add nothing. Default: none are dropped.
-        all_weights: For each rank `[rows it received, num_topk]` float32 to be added up too, or None.
-        biases: `[num_tokens of rank, hidden]` arrays to add at the end.
-
-    Returns:
-        The sums `[num_tokens, hidden]` float64; the sums of the absolute values of all terms, for error bounds; and the summed
-        weights `[num_tokens, num_topk]` float64 (None without `all_weights`).
-    """
-    num_ranks, num_tokens = len(all_inputs), len(all_inputs[rank].topk_idx)
-    total = np.zeros((num_tokens, all_y[rank].shape[1]), np.float64)
-    size = np.zeros_like(total)
-    weights = None if all_weights is None else np.zeros((num_tokens, all_weights[rank].shape[1]), np.float64)
-    for peer in range(num_ranks):
-        worst = all_worst[peer] if all_worst is not None else None
-        received = expected_dispatch(peer, all_inputs, num_experts, num_worst_tokens=worst)
-        for row in range(received.num_kept):
-            source, token = received.src_idx[row]
-            if source == rank:
-                total[token] += all_y[peer][row].astype(np.float64)
-                size[token] += np.abs(all_y[peer][row].astype(np.float64))
-                if weights is not None:
-                    weights[token] += all_weights[peer][row]
-    for bias in biases:
-        total += bias.astype(np.float64)
-        size += np.abs(bias.astype(np.float64))
-    return total, size, weights
-
-
 def expected_sums(
     rank: int,
     all_inputs: Sequence[RankInputs],
@@ -171,13 +126,23 @@ def expected_sums(
     compress: str | None = None,
     path: str = "hierarchical",
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Work out the bits of a combine. The other arguments are those of `expected_combine`.
+    """Work out what rank `rank` gets back if each rank r dispatches `all_inputs[r]` and then combines `all_y[r]`.
 
     A node's rows of a token are added up in float32 and rank order. The sum of a node other than that of `rank` is rounded to the rows'
     type. Then the nodes' sums are added up in node order, and the biases. Weights are added up in the same order, and not rounded.
 
-    `node_size` is the ranks of a node; default: all ranks. `compress` is the form of rows on the way. With several
-    nodes, it is the form of the rounded sums of other nodes, or on the direct `path` of their rows, whose sum is not rounded then.
+    Args:
+        rank: The rank of the tokens.
+        all_inputs: What all ranks dispatched.
+        all_y: For each rank, its rows for combine, `[rows it received, hidden]`.
+        num_experts: Experts over all ranks.
+        node_size: Ranks of a node; default: all ranks.
+        all_worst: `num_worst_tokens` of each rank's dispatch; dropped rows add nothing. Default: none are dropped.
+        all_weights: For each rank `[rows it received, num_topk]` float32 to be added up too, or None.
+        biases: `[num_tokens of rank, hidden]` arrays to add at the end.
+        compress: The form of rows on the way. With several nodes, it is the form of the rounded sums of other nodes, or on the direct
+            `path` of their rows, whose sum is not rounded then.
+        path: Between nodes.
 
     Returns:
         `[num_tokens, hidden]` of the rows' type, and `[num_tokens, num_topk]` float32 (None without `all_weights`).
@@ -211,11 +176,12 @@ def expected_sums(
                 for term, share in mine:
                     row, weight = row + term, weight + share
                 if node != rank // node_size and (compress is None or path == "hierarchical"):
-                    row = sent(row.astype(dtype).astype(np.float32))
+                    row = sent(rounded(row, dtype).astype(np.float32))
                 x[token], weights[token] = x[token] + row, weights[token] + weight
         for bias in biases:
-            x[token] = x[token] + bias[token].astype(np.float32)
-    return x.astype(dtype), None if all_weights is None else weights
+            with np.errstate(all="ignore"):  # an inf - inf stands in the caller's numbers
+                x[token] = x[token] + bias[token].astype(np.float32)
+    return rounded(x, dtype), None if all_weights is None else weights
 
 
 @dataclass
@@ -304,7 +270,7 @@ def check_expert_rows(
     assert result.recv_topk_idx is None
     checked = np.ones(len(expected.x), bool) if with_padding else expected.experts >= 0
     assert result.recv_x.shape == expected.x.shape, (result.recv_x.shape, expected.x.shape)
-    _same_bits("recv_x", result.recv_x[checked], expected.x[checked])
+    same_bits("recv_x", result.recv_x[checked], expected.x[checked])
     if expected.scales is None:
         assert result.recv_x_scales is None
     else:
@@ -312,14 +278,14 @@ def check_expert_rows(
         if by_column:
             assert scales.shape == (expected.scales.shape[1], (len(checked) + 3) // 4 * 4), scales.shape
             scales = np.ascontiguousarray(scales.T[: len(checked)])
-        _same_bits("recv_x_scales", scales[checked], expected.scales[checked])
+        same_bits("recv_x_scales", scales[checked], expected.scales[checked])
     if expected.weights is None:
         assert result.recv_topk_weights is None
     else:
-        _same_bits("recv_topk_weights", result.recv_topk_weights, expected.weights)
-    _same_bits("recv_src_idx", result.recv_src_idx, expected.src_idx)
-    _same_bits("recv_expert_idx", result.recv_expert_idx, expected.experts)
-    _same_bits("expert_offsets", result.expert_offsets, np.array(expected.offsets, np.int32))
+        same_bits("recv_topk_weights", result.recv_topk_weights, expected.weights)
+    same_bits("recv_src_idx", result.recv_src_idx, expected.src_idx)
+    same_bits("recv_expert_idx", result.recv_expert_idx, expected.experts)
+    same_bits("expert_offsets", result.expert_offsets, np.array(expected.offsets, np.int32))
     assert [int(v) for v in np.asarray(result.num_recv_tokens)] == [expected.num_recv]
     assert [int(v) for v in np.asarray(result.num_recv_tokens_per_expert)] == expected.num_recv_per_expert
     assert result.num_recv_tokens_per_expert_list == (expected.num_recv_per_expert if has_counts else None)
@@ -373,11 +339,11 @@ def check_sums(
 ) -> None:
     """Compare a `CombineResult` of NumPy arrays with `expected_sums`, bit for bit. An AssertionError names the array."""
     x, weights = expected_sums(rank, all_inputs, all_y, num_experts, **options)
-    _same_bits("x", got.x, x)
+    same_bits("x", got.x, x)
     if weights is None:
         assert got.topk_weights is None
     else:
-        _same_bits("topk_weights", got.topk_weights, weights)
+        same_bits("topk_weights", got.topk_weights, weights)
 
 
 def check_dispatch(result: object, expected: Received, *, has_counts: bool = True, with_idx: bool = True) -> None:
@@ -390,21 +356,21 @@ def check_dispatch(result: object, expected: Received, *, has_counts: bool = Tru
         with_idx: Whether `topk_idx` was given to the call.
     """
     kept = expected.num_kept
-    _same_bits("recv_x", result.recv_x[:kept], expected.x[:kept])
+    same_bits("recv_x", result.recv_x[:kept], expected.x[:kept])
     assert result.recv_x.shape == expected.x.shape, (result.recv_x.shape, expected.x.shape)
     if expected.scales is None:
         assert result.recv_x_scales is None
     else:
-        _same_bits("recv_x_scales", result.recv_x_scales[:kept], expected.scales[:kept])
+        same_bits("recv_x_scales", result.recv_x_scales[:kept], expected.scales[:kept])
         assert result.recv_x_scales.shape == expected.scales.shape
-    _same_bits("recv_src_idx", result.recv_src_idx[:kept], expected.src_idx[:kept])
+    same_bits("recv_src_idx", result.recv_src_idx[:kept], expected.src_idx[:kept])
     assert result.recv_src_idx.shape == expected.src_idx.shape
     for name, wanted in (("recv_topk_idx", expected.topk_idx), ("recv_topk_weights", expected.topk_weights)):
         got = getattr(result, name)
         if wanted is None or not with_idx:
             assert got is None, f"{name} is there, but was not asked for"
         else:
-            _same_bits(name, got, wanted)
+            same_bits(name, got, wanted)
     assert [int(v) for v in np.asarray(result.num_recv_tokens)] == [expected.num_recv]
     assert [int(v) for v in np.asarray(result.num_recv_tokens_per_expert)] == expected.num_recv_per_expert
     if has_counts:
@@ -413,16 +379,6 @@ def check_dispatch(result: object, expected: Received, *, has_counts: bool = Tru
     else:
         assert result.num_recv_tokens_per_expert_list is None
     assert result.handle.num_recv_rows == len(expected.x)
-
-
-def combine_tolerance(dtype: str, size: np.ndarray, num_terms: int, num_nodes: int = 1) -> np.ndarray:
-    """Bound the error of a combine whose `num_terms` terms have absolute values that sum to `size`.
-
-    Sums are float32. There is a final rounding, and with several nodes one of the sum of each other node.
-    """
-    final = {"bfloat16": (2.0**-8, 2.0**-133), "float16": (2.0**-11, 2.0**-24), "float32": (2.0**-24, 2.0**-149)}[dtype]
-    roundings = 1 if num_nodes == 1 else 2
-    return size * (num_terms * 2.0**-24 + roundings * final[0]) * 1.01 + num_nodes * final[1]
 
 
 def make_inputs(
@@ -489,7 +445,8 @@ def _experts_of(rank: int, num_ranks: int, num_experts: int) -> tuple[int, int]:
     return rank * each, (rank + 1) * each
 
 
-def _same_bits(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
+def same_bits(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
+    """Compare two arrays bit for bit."""
     assert got.dtype == wanted.dtype, f"{name}: dtype {got.dtype}, expected {wanted.dtype}"
     assert got.shape == wanted.shape, f"{name}: shape {got.shape}, expected {wanted.shape}"
     same = np.ascontiguousarray(got).view(np.uint8).reshape(-1) == np.ascontiguousarray(wanted).view(np.uint8).reshape(-1)
@@ -529,4 +486,22 @@ def expected_choice_sums(
         total[token] += terms[token, choice]
     for bias in biases:
         total += bias.astype(np.float32)
-    return total.astype(dtype)
+    return rounded(total, dtype)
+
+
+def returned_weights(rank: int, all_inputs: Sequence[RankInputs], received: Sequence[ExpertRows]) -> np.ndarray:
+    """Work out the weights that combine returns to the choices of a rank's tokens. The arguments are those of `expected_choice_sums`."""
+    weights = np.zeros(all_inputs[rank].topk_idx.shape, np.float32)
+    for got in received:
+        for row, (source, token, choice) in enumerate(got.src_idx):
+            if source == rank:
+                weights[token, choice] = got.weights[row]
+    return weights
+
+
+def rounded(values: np.ndarray, dtype: str | np.dtype) -> np.ndarray:
+    """Round float32 to a type. NaN of bfloat16 becomes the one that a GPU's conversion gives."""
+    made = values.astype(dtype)
+    if made.dtype.name == "bfloat16":
+        made.view(np.uint16)[np.isnan(values)] = 0x7FFF
+    return made

@@ -6,8 +6,11 @@ failed test ends with its seed, and `KERNELS_ON_CPU_SEEDS=17:18` runs this seed 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from scenario_table import TABLE
 
 from deepep_rt import EPTimeoutError
 from deepep_rt.backends.cuda import expert_rows
@@ -33,6 +36,7 @@ from tests.kernels_on_cpu.rounds import (
     overlapped_rounds,
     prepared_rounds,
     prepared_throughput_rounds,
+    run_table,
     seeds,
     throughput_rounds,
 )
@@ -247,8 +251,15 @@ def test_mixed_architectures(seed):
             buffer._backend.low_latency.kernels.archs_without_fp8 = {0: "sm_80"}
         made = LowLatencyRound(machine, buffers, 1, format=dict()).all()  # with FP8, which one rank cannot convert to
         machine.run()
-        made.options["format"] = dict(use_fp8=False)
+        made.round.row = replace(made.round.row, options=dict(use_fp8=False))
         made.check()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("group", ["sums", "low_latency_choices"])
+def test_rows_of_the_table(group):
+    """The rows that programs run on the host backend and on GPUs."""
+    run_table(2, TABLE[group])
 
 
 # --- broken kernels -------------------------------------------------------------------------------------------------------------------

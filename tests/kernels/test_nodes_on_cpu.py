@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
-import oracle
 import pytest
+from scenarios import Scenario, Sum
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
 from deepep_rt.backends.cuda import expert_rows, link_rates
@@ -69,46 +71,25 @@ def test_expert_rows_between_two_nodes(seed, path):
         expert_rounds(machine, machine.buffers(**TWO_BY_TWO, path=path), seed, 4)
 
 
-def choice_sums(dtype, weighted, settings, num_ranks=4):
+def choice_sums(dtype, weighted, settings):
     """Return what combine with reduce="topk" gives each rank, and what the oracle expects. Most ranks drop rows."""
-    with Machine(num_ranks, 2, weak_memory=True) as machine:
+    how = Sum(weights=True, weighted=weighted, biases=2, reduce="topk", values="odd")
+    kinds = dict(dtype=dtype, drawn=dict(skip_probability=0.3), options=dict(expert_alignment=2), worst=lambda *_: 40)
+    row = Scenario("sums of choices over nodes", "expert", lambda rank: 9, sums=(how,), changed=change_first_token, **kinds)
+    with Machine(4, 2, weak_memory=True) as machine:
         buffers = machine.buffers(**{**SIZES, "num_topk": 5, "dtype": dtype}, **settings)
-        config = buffers[0].config
-        sizes = 9, config.hidden, config.num_topk, config.num_experts
-        how = dict(dtype=dtype, skip_probability=0.3)
-        inputs = [oracle.make_inputs(5, rank, *sizes, **how) for rank in range(num_ranks)]
-        inputs[1].topk_idx[0] = 0  # all choices of a token are one expert
-        inputs[2].topk_idx[0] = -1
-        options = dict(num_worst_tokens=40, expert_alignment=2)
-        received = [oracle.expected_expert_rows(rank, inputs, config.num_experts, **options) for rank in range(num_ranks)]
-        draw = np.random.default_rng(3)
-        y, bias = (
-            [draw.standard_normal(array.shape, np.float32).astype(array.dtype) for array in arrays]
-            for arrays in ([one.x for one in received], [one.x for one in inputs])
-        )
-        for rows, one in zip(y, received, strict=True):
-            rows[one.experts < 0] = np.nan  # combine must not read padding
-            rows[:, 0] = -0.0
-            rows[:, 1] *= 1e-39 if dtype != "float16" else 1e-6  # subnormal numbers
-            rows[0, 2] = np.inf
-        weights = [draw.standard_normal(len(one.x), np.float32) for one in received]
-        for one, given in zip(received, weights, strict=True):
-            one.weights[:] = given
-
-        def run(rank):
-            put, buffer, mine = machine.put, buffers[rank], inputs[rank]
-            sent = buffer.dispatch(put(rank, mine.x), put(rank, mine.topk_idx), layout="expert", **options)
-            given = dict(topk_weights=put(rank, weights[rank]), weighted=weighted, bias=[put(rank, bias[rank])] * 2)
-            return buffer.combine(put(rank, y[rank]), sent.handle, **given, reduce="topk")
-
-        back = machine.each_rank(run)
-        assert ("combine_choices" in machine.launched) == (not config.has_network)
-        wanted = [
-            oracle.expected_choice_sums(rank, inputs, y, received, weighted=weighted, biases=[bias[rank]] * 2)
-            for rank in range(num_ranks)
-        ]
+        made = row.start(buffers[0].config)
+        machine.each_rank(lambda rank: made.call(buffers[rank], rank, functools.partial(machine.put, rank)))
+        assert ("combine_choices" in machine.launched) == (not buffers[0].config.has_network)
+        back = [made.back[rank][0] for rank in range(4)]
         returned = [np.zeros(1) if weighted else np.array(one.topk_weights) for one in back]
-        return [np.array(one.x) for one in back], wanted, returned
+        return [np.array(one.x) for one in back], [made.wanted_sum(rank, 0)[0] for rank in range(4)], returned
+
+
+def change_first_token(one, rank, ranks, each):
+    """Let a token name an expert in all choices, and another token none."""
+    if rank in (1, 2):
+        one.topk_idx[0] = (0, -1)[rank - 1]
 
 
 @pytest.mark.full
@@ -202,7 +183,7 @@ def test_a_silent_node_is_named(seed):
         machine.each_rank(lambda rank: made.run(rank))
         machine.cut(2, 0)
         with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 2 on node 1: ") as caught:
-            machine.each_rank(lambda rank: ThroughputRound(machine, buffers, 6).run(rank))
+            machine.each_rank(lambda rank: ThroughputRound(machine, buffers, 5, worst=None).run(rank))
         assert (caught.value.rank, caught.value.peer, caught.value.node) == (0, 2, 1)
         for rank, buffer in enumerate(buffers):
             with pytest.raises(EPTimeoutError) as caught:
@@ -368,7 +349,7 @@ def test_a_rank_without_room():
     """All ranks raise, and the Buffers stay usable once there is room."""
     with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
         buffers = machine.buffers(**TWO_BY_TWO, num_slots=1, on_exhausted="error")
-        made = ThroughputRound(machine, buffers, 5)
+        made = ThroughputRound(machine, buffers, 5, worst=None, drawn={}, tokens=lambda rank: 30)
         errors = {}
 
         def arguments(rank):
@@ -388,7 +369,8 @@ def test_a_rank_without_room():
         assert len(errors) == 4
         assert all(text.startswith("rank 1 has no room in its pool") for text in errors.values())
         again = machine.each_rank(lambda rank: buffers[rank].dispatch(*arguments(rank)))
-        for rank, expected in enumerate(made.expected):
+        for rank in range(4):
+            expected = made.round.expected(rank)
             assert_same(again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (dtypes for NumPy)
 import numpy as np
 import pytest
-from low_latency_oracle import check_dispatch, expected_combine, expected_dispatch, outputs
-from oracle import RankInputs, make_inputs
+from scenario_table import BOTH, few_tokens
+from scenarios import SUM, Sum
 
 from deepep_rt import Buffer, EPInputError, EPTimeoutError
 from tests.kernels_on_cpu import compiler
@@ -26,75 +27,49 @@ TOKENS = (4, 2)
 class Round:
     """A round of both low-latency calls on all ranks. Its methods queue work and do not run it."""
 
-    def __init__(self, machine: Machine, buffers: list[Buffer], seed: int) -> None:
-        config = buffers[0].config
-        self.machine, self.buffers, self.config = machine, buffers, config
-        sizes = config.hidden, config.num_topk, config.num_experts
-        self.inputs: list[RankInputs] = [
-            make_inputs(seed, rank, TOKENS[rank % 2], *sizes, skip_probability=0.1, dtype="bfloat16")
-            for rank in range(config.num_ranks)
-        ]
-        shape = config.num_local_experts, config.worst_recv_tokens, config.hidden
-        self.y = [outputs(seed, rank, shape) for rank in range(config.num_ranks)]
+    def __init__(self, machine: Machine, buffers: list[Buffer], seed: int, **more: Any) -> None:
+        self.machine, self.buffers, self.sent = machine, buffers, {}
+        self.round: Any = few_tokens("a round", lambda rank: TOKENS[rank % 2], 0.1, seed=seed, **more).start(buffers[0].config)
+        self.inputs = self.round.inputs
 
-    def dispatch(self, rank: int, *, early_weights: bool = True) -> None:
-        mine, put = self.inputs[rank], self.machine.put
-        self.sent = {} if rank == 0 else self.sent
-        weights = put(rank, mine.topk_weights) if early_weights else None
-        self.sent[rank] = self.buffers[rank].low_latency_dispatch(
-            put(rank, mine.x), put(rank, mine.topk_idx), topk_weights=weights, use_fp8=False
-        )
+    def dispatch(self, rank: int) -> None:
+        self.sent[rank] = self.round.send(self.buffers[rank], rank, partial(self.machine.put, rank))
 
     def combine(self, rank: int, handle: Any = None, topk_idx: np.ndarray | None = None, *, reduce_early: bool = True) -> Any:
         mine, put = self.inputs[rank], self.machine.put
         return self.buffers[rank].low_latency_combine(
-            put(rank, self.y[rank]),
+            put(rank, self.round.outputs(SUM)[rank]),
             put(rank, mine.topk_idx if topk_idx is None else topk_idx),
             put(rank, mine.topk_weights),
             handle or self.sent[rank].handle,
             allow_multiple_reduction=reduce_early,
         )
 
-    def check(self, backs: list[Any], named: list[np.ndarray] | None = None, *, reduce_early: bool = True) -> None:
+    def check(self, backs: list[Any], *, reduce_early: bool = True) -> None:
         for rank, back in enumerate(backs):
-            check_dispatch(self.sent[rank], expected_dispatch(rank, self.inputs, self.config.num_experts))
-            wanted = expected_combine(
-                rank, self.inputs, self.y, self.config.num_experts, reduce_early=reduce_early, named=named and named[rank]
-            )
-            assert back.x.tobytes() == wanted.tobytes(), f"rank {rank}"
+            self.round.check_dispatch(rank, self.sent[rank])
+            self.round.check_sum(rank, back, BOTH[not reduce_early])
 
 
-def run_round(machine: Machine, buffers: list[Buffer], seed: int, named: list[np.ndarray] | None = None, **how: Any) -> Round:
-    made, reduce_early = Round(machine, buffers, seed), how.get("reduce_early", True)
-    for rank in range(len(buffers)):
-        made.dispatch(rank, early_weights=how.get("early_weights", True))
-    backs = [
-        made.combine(rank, topk_idx=named and np.where(named[rank], mine.topk_idx, -1), reduce_early=reduce_early)
-        for rank, mine in enumerate(made.inputs)
-    ]
+def run_round(machine: Machine, buffers: list[Buffer], seed: int, **more: Any) -> None:
+    made = Round(machine, buffers, seed, **more).round
+    for rank, buffer in enumerate(buffers):
+        made.call(buffer, rank, partial(machine.put, rank))
     machine.run()
-    made.check(backs, named, reduce_early=reduce_early)
-    return made
+    for rank in range(len(buffers)):
+        made.check(rank)
 
 
-@pytest.mark.parametrize("reduce_early", [True, False])
-@pytest.mark.parametrize("early_weights", [True, False])
-def test_excluded_choices(reduce_early: bool, early_weights: bool) -> None:
+@pytest.mark.parametrize("reduce", ["rank", "topk"])
+@pytest.mark.parametrize("early", [True, False])
+def test_excluded_choices(reduce: str, early: bool) -> None:
     """Their rows still arrive. A row that stays in its slot would be taken for a row of a later call."""
     with Machine(2, seed=1) as machine:
         buffers = machine.buffers(**SMALL)
-        how = dict(reduce_early=reduce_early, early_weights=early_weights)
         for seed in range(3):
-            rng = np.random.default_rng(seed)
-            inputs = Round(machine, buffers, seed).inputs
-            kept = [rng.random((len(mine.topk_idx), 2)) < 0.5 for mine in inputs]
-            named = [
-                (mine.topk_idx >= 0) & np.take_along_axis(keep, np.maximum(mine.topk_idx // 4, 0), 1)
-                for mine, keep in zip(inputs, kept, strict=True)
-            ]
-            run_round(machine, buffers, seed, named, **how)
+            run_round(machine, buffers, seed, early=(early,), sums=(Sum(reduce=reduce, named="some ranks"),))
             for later in range(3):  # these rounds use each slot again
-                run_round(machine, buffers, 100 + 10 * seed + later, **how)
+                run_round(machine, buffers, 100 + 10 * seed + later, early=(early,), sums=(Sum(reduce=reduce),))
 
 
 def test_other_choices_are_reported() -> None:
@@ -231,10 +206,11 @@ def test_results_after_a_time_out_are_nan(call: str) -> None:
     """Results of the call that timed out, and of calls that were queued after it."""
     with Machine(2, seed=4) as machine:
         buffers = machine.buffers(**SMALL)
-        made = run_round(machine, buffers, 5)
+        run_round(machine, buffers, 5)
+        made = Round(machine, buffers, 5)
         for _ in range(2):
             made.dispatch(0)
-            if call == "combine" and not made.sent.get(1):
+            if call == "combine":
                 made.dispatch(1)
             back = made.combine(0)
         machine.run()

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scenarios import Again, Sum
 
 from deepep_rt import Buffer
 from deepep_rt.kernels import nodes_layout
 from deepep_rt.statistics import CALL_KINDS
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
-from tests.kernels_on_cpu.rounds import LOW_LATENCY, THROUGHPUT, ExpertRound, LowLatencyRound, ThroughputRound, inputs_of
+from tests.kernels_on_cpu.rounds import LOW_LATENCY, THROUGHPUT, LowLatencyRound, ThroughputRound, inputs_of
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
 
@@ -41,8 +42,7 @@ def test_rows_of_throughput_calls() -> None:
     with Machine(3, 5) as machine:
         buffers = machine.buffers(**BOTH, statistics=True)
         config = buffers[0].config
-        made = ThroughputRound(machine, buffers, 5)
-        made.worst, made.alignment = None, 1  # so that each rank also repeats its dispatch with its handle
+        made = ThroughputRound(machine, buffers, 5, worst=None, again=(Again(),), sums=(Sum(),))
         machine.each_rank(made.run)
         rows = rows_between(made.inputs, config)
         for rank, buffer in enumerate(buffers):
@@ -80,9 +80,7 @@ def test_rows_of_choices(nodes: dict[str, Any]) -> None:
     """With reduce="topk" each choice has a row, and one call may take several launches."""
     with Machine(3, 4) as machine:
         buffers = machine.buffers(**BOTH, **nodes, statistics=True)
-        made = ExpertRound(machine, buffers, 9)
-        made.worst = None
-        made.options["num_worst_tokens"] = None
+        made = ThroughputRound(machine, buffers, 9, "expert", worst=None, sums=(Sum(), Sum(reduce="topk")))
         machine.each_rank(made.run)
         rows, config = rows_between(made.inputs, buffers[0].config), buffers[0].config
         for rank, buffer in enumerate(buffers):
@@ -98,7 +96,7 @@ def test_rows_of_low_latency_calls(reduce: bool, hooks: bool) -> None:
         buffers = machine.buffers(**BOTH, statistics=True)
         config, count = buffers[0].config, 3
         made = [
-            LowLatencyRound(machine, buffers, i, reduce=reduce, hooks=hooks, format=dict(use_fp8=i > 0)).all()
+            LowLatencyRound(machine, buffers, 1 + i, reduce=reduce, hooks=hooks, format=dict(use_fp8=i > 0)).all()
             for i in range(count)
         ]
         machine.run()

@@ -1,16 +1,18 @@
-"""Rounds of calls on the simulated machine, which tests queue, run and compare with the oracles."""
+"""Run scenarios with the kernels on the simulated machine: rounds of calls that tests queue, run and compare with the oracles."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
+from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from low_latency_oracle import check_dispatch, expected_combine, expected_dispatch, outputs
+from scenario_table import FORMATS, drawn
+from scenarios import Sum, by_buffer
 
 from deepep_rt import EPTimeoutError
 from deepep_rt.cuda import driver
@@ -20,7 +22,6 @@ from .device_arrays import DeviceArray, array_at, callers_stream
 from .machine import Machine
 
 LOW_LATENCY = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True, low_latency_sms=2)
-FORMATS = [dict(use_fp8=False), dict(), dict(round_scale=True), dict(use_ue8m0=True)]
 COMPRESSED = dict(num_max_tokens_per_rank=24, hidden=640, num_topk=2, num_experts=6, num_sms=2)
 LONG_COMPRESSED = dict(
     COMPRESSED, num_max_tokens_per_rank=40, hidden=3200, num_sms=1
@@ -58,63 +59,52 @@ class LowLatencyRound:
     Args:
         seed: Decides inputs and options.
         calling: The ranks that make the calls; None: all.
-        options: Options to set instead of random ones: `format`, `early` (the dispatch sends the weights), `reduce`, `hooks`,
-            `compress`.
+        format: Options of the dispatch; None: random ones.
+        compress: The form of the rows on the way back.
+        options: Options to set instead of random ones: `early` (the dispatch sends the weights), `reduce`, `hooks`, and those of a row.
     """
 
-    def __init__(self, machine, buffers, seed, calling=None, **options):
-        self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
-        rng = np.random.default_rng([seed, 3])
-        random_options = dict(
-            format=FORMATS[rng.integers(4)], early=rng.random() < 0.5, reduce=rng.random() < 0.7, hooks=rng.random() < 0.3
-        )
-        self.options = {**random_options, "compress": None, **options}
-        self.calling = range(self.config.num_ranks) if calling is None else calling
-        self.inputs = inputs_of(self.config, seed)
-        shape = self.config.num_local_experts, self.config.worst_recv_tokens, self.config.hidden
-        self.y = [outputs(seed, rank, shape, special=seed % 3 == 0) for rank in range(self.config.num_ranks)]
-        self.idx = {r: machine.put(r, self.inputs[r].topk_idx) for r in self.calling}
-        self.weights = {r: machine.put(r, self.inputs[r].topk_weights) for r in self.calling}
+    def __init__(self, machine, buffers, seed, calling=None, format=None, compress=None, **options):
+        self.machine, self.buffers, config = machine, buffers, buffers[0].config
+        row = drawn("low_latency", seed, config.num_max_tokens_per_rank)
+        how = replace(row.sums[0], compress=compress)
+        if "reduce" in options:
+            how = replace(how, reduce="rank" if options.pop("reduce") else "topk")
+        if "early" in options:
+            options["early"] = (options.pop("early"),)
+        row = replace(row, sums=(how,), **options, **({} if format is None else dict(options={"use_fp8": True, **format})))
+        self.round, self.num_ranks = row.start(config), config.num_ranks
+        self.inputs, self.y = self.round.inputs, self.round.outputs(how)
+        self.calling = range(self.num_ranks) if calling is None else calling
+
+    def _put(self, rank):
+        return functools.partial(self.machine.put, rank)
 
     def dispatch(self):
-        self.sent = {}
-        for r in self.calling:
-            early = self.weights[r] if self.options["early"] else None
-            arguments = dict(topk_weights=early, return_recv_hook=self.options["hooks"], **self.options["format"])
-            self.sent[r] = self.buffers[r].low_latency_dispatch(self.machine.put(r, self.inputs[r].x), self.idx[r], **arguments)
+        for rank in self.calling:
+            self.round.dispatch(self.buffers[rank], rank, self._put(rank))
 
     def receive(self):
-        self._call_hooks(self.sent)
+        for rank in self.round.sent:
+            self.round.receive(rank)
 
     def combine(self):
-        self.back = {}
-        for r in self.calling:
-            arguments = dict(allow_multiple_reduction=self.options["reduce"], return_recv_hook=self.options["hooks"])
-            arguments["compress"] = self.options["compress"]
-            y = self.machine.put(r, self.y[r])
-            self.back[r] = self.buffers[r].low_latency_combine(y, self.idx[r], self.weights[r], self.sent[r].handle, **arguments)
+        for rank in self.calling:
+            self.round.combine(self.buffers[rank], rank, self._put(rank))
 
     def finish(self):
-        self._call_hooks(self.back)
+        for rank in self.round.back:
+            self.round.finish(rank)
 
     def all(self):
         for step in (self.dispatch, self.receive, self.combine, self.finish):
             step()
         return self
 
-    def _call_hooks(self, results):
-        for result in results.values() if self.options["hooks"] else ():
-            result.hook()
-
-    def check(self, live=None, answering=None):
+    def check(self, **live):
         """Compare the results; `live` and `answering` as in the oracle."""
-        options, experts = self.options, self.config.num_experts
-        kind = dict(options["format"])
-        fp8 = dict(fp8=kind.pop("use_fp8", True), round_scale=kind.get("round_scale", False), ue8m0=kind.get("use_ue8m0", False))
-        for r in self.calling:
-            check_dispatch(self.sent[r], expected_dispatch(r, self.inputs, experts, live=live, **fp8))
-            shares = dict(reduce_early=options["reduce"], live=live, answering=answering, compress=options["compress"])
-            assert_same(self.back[r].x, expected_combine(r, self.inputs, self.y, experts, **shares))
+        for rank in self.round.back:
+            self.round.check(rank, **live)
 
 
 def low_latency_rounds(machine, buffers, seed, count, **options):
@@ -159,35 +149,30 @@ class PreparedRound(LowLatencyRound):
     """
 
     def __init__(self, machine, buffers, seed, preparing, steps=None, **options):
-        super().__init__(machine, buffers, seed, **options)
-        settings = dict(dtype="bfloat16", idx_dtype="int64", skip_probability=0.1)
-        sizes = 3, self.config.hidden, self.config.num_topk, self.config.num_experts
-        self.inputs = [oracle.make_inputs(seed, rank, *sizes, **settings) for rank in range(self.config.num_ranks)]
-        self.idx, self.weights = {}, {}
+        drawn = dict(skip_probability=0.1, idx_dtype="int64")
+        super().__init__(machine, buffers, seed, tokens=lambda rank: 3, drawn=drawn, **options)
         self.steps = steps or {rank: self._prepare(rank) for rank in preparing}
-        for rank, one in enumerate(self.inputs):
-            if rank in self.steps:
-                mine = one.x, one.topk_idx, one.topk_weights, self.y[rank]
-                for array, values in zip(self.steps[rank][1], mine, strict=True):
-                    array_at(array.ptr, array.shape, array.dtype)[...] = values
-            else:
-                self.idx[rank], self.weights[rank] = machine.put(rank, one.topk_idx), machine.put(rank, one.topk_weights)
+        self.calling = [rank for rank in range(self.num_ranks) if rank not in self.steps]
+        for rank, (_, arrays) in self.steps.items():
+            for array, values in zip(arrays, self._arrays(rank), strict=True):
+                array_at(array.ptr, array.shape, array.dtype)[...] = values
+
+    def _arrays(self, rank):
+        return self.inputs[rank].x, self.inputs[rank].topk_idx, self.inputs[rank].topk_weights, self.y[rank]
 
     def _prepare(self, rank):
-        mine, options = self.inputs[rank], self.options
-        arrays = [self.machine.put(rank, values) for values in (mine.x, mine.topk_idx, mine.topk_weights, self.y[rank])]
-        how = dict(allow_multiple_reduction=options["reduce"], return_recv_hook=options["hooks"], compress=options["compress"])
-        return self.buffers[rank].prepare_low_latency(*arrays[:3], **how, **options["format"]), arrays
+        row, arrays = self.round.row, [self.machine.put(rank, values) for values in self._arrays(rank)]
+        (total,) = row.sums
+        how = dict(allow_multiple_reduction=total.reduce == "rank", return_recv_hook=row.hooks, compress=total.compress)
+        return self.buffers[rank].prepare_low_latency(*arrays[:3], **how, **row.options), arrays
 
     def dispatch(self):
-        self.calling = [rank for rank in range(self.config.num_ranks) if rank not in self.steps]
         super().dispatch()
-        self.sent |= {rank: step.dispatch() for rank, (step, _) in self.steps.items()}
+        self.round.sent |= {rank: [step.dispatch()] for rank, (step, _) in self.steps.items()}
 
     def combine(self):
         super().combine()
-        self.back |= {rank: step.combine(arrays[3]) for rank, (step, arrays) in self.steps.items()}
-        self.calling = range(self.config.num_ranks)
+        self.round.back |= {rank: [step.combine(arrays[3])] for rank, (step, arrays) in self.steps.items()}
 
 
 def prepared_rounds(machine, buffers, seed, count, **options):
@@ -204,63 +189,55 @@ def prepared_rounds(machine, buffers, seed, count, **options):
         low_latency_rounds(machine, buffers, 100 * seed + 50 + i, 1)
 
 
-def throughput_rounds(machine, buffers, seed, count):
-    """Run rounds of all ranks in turn. In some, the host waits for the counts; some repeat the dispatch with its handle."""
-    rounds = [ThroughputRound(machine, buffers, 100 * seed + i) for i in range(count)]
+class ThroughputRound:
+    """A dispatch, perhaps another one with its handle, and combines of all ranks. `fixed`: what of the row is not random."""
+
+    def __init__(self, machine, buffers, seed, layout="token", **fixed):
+        self._machine, self._buffers, config = machine, buffers, buffers[0].config
+        row = drawn(layout, seed, config.num_max_tokens_per_rank, dtypes=["bfloat16"], scales=[0], **fixed)
+        self.round = row.start(config)
+        self.inputs = self.round.inputs
+
+    def run(self, rank):
+        self.round.call(self._buffers[rank], rank, functools.partial(self._machine.put, rank))
+
+    def check(self):
+        for rank in self.round.sent:
+            self.round.check(rank)
+
+
+def run_rounds(machine, rounds):
+    """Run rounds of all ranks in turn, and compare their results."""
     machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
     for made in rounds:
         made.check()
+
+
+def run_table(num_ranks, rows):
+    """Run rows of the table, but for rows that look at results before the GPUs have written them."""
+    for settings, group in by_buffer([row for row in rows if not row.overwrites], num_ranks):
+        with Machine(num_ranks, 1) as machine:
+            buffers = machine.buffers(**{"num_max_tokens_per_rank": 64, **settings})
+            for row in group:
+                made = row.start(buffers[0].config)
+                machine.each_rank(lambda rank: made.call(buffers[rank], rank, functools.partial(machine.put, rank)))  # noqa: B023
+                for rank in range(num_ranks):
+                    made.check(rank)
+
+
+def throughput_rounds(machine, buffers, seed, count):
+    """In some rounds, the host waits for the counts; some repeat the dispatch with its handle."""
+    run_rounds(machine, [ThroughputRound(machine, buffers, 100 * seed + i) for i in range(count)])
 
 
 def compressed_rounds(machine, buffers, seed, count, kinds=("fp8", None, "log10")):
     """Run rounds whose rows come back compressed, in each format in turn, between rounds without."""
-    rounds = [ThroughputRound(machine, buffers, 100 * seed + i, compress=kinds[i % len(kinds)]) for i in range(count)]
-    machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
-    for made in rounds:
-        made.check()
+    sums = [(Sum(weights=True, compress=kinds[i % len(kinds)]),) for i in range(count)]
+    run_rounds(machine, [ThroughputRound(machine, buffers, 100 * seed + i, sums=sums[i]) for i in range(count)])
 
 
 def long_compressed_rounds(machine, buffers, seed, count):
     compressed_rounds(machine, buffers, seed, count, kinds=("log10", "fp8"))
-
-
-class ThroughputRound:
-    """A dispatch and a combine of all ranks. `compress`: the form of the rows on the way back."""
-
-    def __init__(self, machine, buffers, seed, compress=None):
-        self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
-        rng = np.random.default_rng([seed, 4])
-        ranks, experts = range(self.config.num_ranks), self.config.num_experts
-        self.inputs = inputs_of(self.config, seed)
-        most = self.config.num_max_recv_tokens
-        self.worst = [None, most, int(rng.integers(1, most))][rng.integers(3)]
-        self.alignment = int(rng.integers(1, 5))
-        options = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
-        self.expected = [oracle.expected_dispatch(r, self.inputs, experts, **options) for r in ranks]
-        draw = np.random.default_rng([seed, 5])
-        self.y = [draw.standard_normal(e.x.shape, np.float32).astype(ml_dtypes.bfloat16) for e in self.expected]
-        self.weights = [draw.random((len(e.x), self.config.num_topk), np.float32) for e in self.expected]
-        self.sent, self.again, self.back = {}, {}, {}
-        self.compress = compress
-
-    def run(self, rank):
-        put, mine, buffer = self.machine.put, self.inputs[rank], self.buffers[rank]
-        x, idx, weights = put(rank, mine.x), put(rank, mine.topk_idx), put(rank, mine.topk_weights)
-        options = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
-        sent = self.sent[rank] = buffer.dispatch(x, idx, weights, **options)
-        if self.alignment == 1:
-            self.again[rank] = buffer.dispatch(x, handle=sent.handle)
-        how = dict(topk_weights=put(rank, self.weights[rank]), compress=self.compress)
-        self.back[rank] = buffer.combine(put(rank, self.y[rank]), sent.handle, **how)
-
-    def check(self):
-        for rank, expected in enumerate(self.expected):
-            oracle.check_dispatch(self.sent[rank], expected, has_counts=self.worst is None)
-            if rank in self.again:
-                assert_same(self.again[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
-            options = dict(all_worst=[self.worst] * self.config.num_ranks, all_weights=self.weights, compress=self.compress)
-            options.update(node_size=self.config.node_size, path=self.config.path)
-            oracle.check_sums(self.back[rank], rank, self.inputs, self.y, self.config.num_experts, **options)
 
 
 def prepared_throughput_rounds(machine, buffers, seed, count):
@@ -300,72 +277,8 @@ def prepared_throughput_rounds(machine, buffers, seed, count):
 
 def expert_rounds(machine, buffers, seed, count):
     """Run rounds whose rows lie expert by expert, between rounds by token."""
-    kinds = (ExpertRound, ThroughputRound)
-    rounds = [kinds[i % 2](machine, buffers, 100 * seed + i) for i in range(count)]
-    machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
-    for made in rounds:
-        made.check()
-
-
-class ExpertRound:
-    """A dispatch and a combine of all ranks, with rows that lie expert by expert."""
-
-    def __init__(self, machine, buffers, seed):
-        self.machine, self.buffers, self.config = machine, buffers, buffers[0].config
-        rng = np.random.default_rng([seed, 6])
-        ranks, experts = range(self.config.num_ranks), self.config.num_experts
-        self.inputs = inputs_of(self.config, seed)
-        self.weighted, self.alignment = bool(rng.integers(2)), int(rng.integers(1, 9))
-        most = self.config.num_max_recv_tokens * self.config.num_topk
-        self.worst = [None, most, int(rng.integers(1, most))][rng.integers(3)]
-        options = dict(num_worst_tokens=self.worst, expert_alignment=self.alignment)
-        self.options = dict(**options, layout="expert", zero_padding=bool(rng.integers(2)))
-        self.expected = [oracle.expected_expert_rows(r, self.inputs, experts, **options) for r in ranks]
-        draw = np.random.default_rng([seed, 7])
-        self.y = [draw.standard_normal(e.x.shape, np.float32).astype(ml_dtypes.bfloat16) for e in self.expected]
-        for y, expected in zip(self.y, self.expected, strict=True):
-            y[expected.experts < 0] = np.nan  # combine must not read padding
-        num_biases = int(draw.integers(3))
-        self.biases = [
-            [draw.standard_normal(one.x.shape, np.float32).astype(ml_dtypes.bfloat16) for _ in range(num_biases)]
-            for one in self.inputs
-        ]
-        self.sent, self.again, self.back, self.choices = {}, {}, {}, {}
-
-    def run(self, rank):
-        put, mine, buffer = self.machine.put, self.inputs[rank], self.buffers[rank]
-        x, idx, weights = put(rank, mine.x), put(rank, mine.topk_idx), put(rank, mine.topk_weights)
-        sent = self.sent[rank] = buffer.dispatch(x, idx, weights, **self.options)
-        if self.alignment == 1:
-            self.again[rank] = buffer.dispatch(x, handle=sent.handle)
-        weights = put(rank, self.expected[rank].weights)
-        y, how = put(rank, self.y[rank]), dict(topk_weights=weights, weighted=self.weighted)
-        self.back[rank] = buffer.combine(y, sent.handle, **how)
-        biases = [put(rank, bias) for bias in self.biases[rank]]
-        self.choices[rank] = buffer.combine(y, sent.handle, **how, reduce="topk", bias=biases)
-
-    def check(self):
-        with_padding, experts = self.options["zero_padding"], self.config.num_experts
-        by_token = []
-        for rank, expected in enumerate(self.expected):
-            oracle.check_expert_rows(self.sent[rank], expected, has_counts=self.worst is None, with_padding=with_padding)
-            if rank in self.again:
-                kept = expected.experts >= 0
-                assert_same(self.again[rank].recv_x[kept], expected.x[kept])
-            weights = expected.weights if self.weighted else None
-            by_token.append(oracle.rows_by_token(rank, self.inputs, experts, self.y[rank], expected, weights=weights))
-        for rank, back in self.back.items():
-            wanted, _ = oracle.expected_sums(rank, self.inputs, by_token, experts, node_size=self.config.node_size)
-            assert_same(back.x, wanted)
-            if not self.weighted and self.worst is None:
-                mine = self.inputs[rank]
-                assert_same(back.topk_weights, np.where(mine.topk_idx >= 0, mine.topk_weights, np.float32(0)))
-        for rank, back in self.choices.items():
-            how = dict(weighted=self.weighted, biases=self.biases[rank])
-            wanted = oracle.expected_choice_sums(rank, self.inputs, self.y, self.expected, **how)
-            assert_same(back.x, wanted)
-            if not self.weighted:
-                assert_same(back.topk_weights, self.back[rank].topk_weights)
+    layouts = ("expert", "token")
+    run_rounds(machine, [ThroughputRound(machine, buffers, 100 * seed + i, layouts[i % 2]) for i in range(count)])
 
 
 def broken(tmp_path, file, pattern, replacement):

@@ -5,25 +5,24 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import oracle
 import spmd
+from expect import logged_warnings
 from mpi4py import MPI
 from spmd import inputs_of_all, main, make_buffer, raises
+from table import run_checked_round
 
 from deepep_rt import Buffer, EPConfigError, EPInputError, EPOutOfMemoryError, EPTimeoutError
+from deepep_rt.arrays.compressed_rows import COMPRESSIONS
 
 
 def _check_usable(comm: MPI.Intracomm, buffer: Buffer) -> None:
     """Make a good round."""
-    experts, rank = buffer.config.num_experts, comm.Get_rank()
-    inputs = inputs_of_all(comm, 4, lambda rank: 5, hidden=buffer.config.hidden, num_topk=4, num_experts=experts)
-    mine = inputs[rank]
-    sent = buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
-    oracle.check_dispatch(sent, oracle.expected_dispatch(rank, inputs, experts))
-    assert buffer.combine(sent.recv_x, sent.handle).x.shape == mine.x.shape
+    run_checked_round(comm, buffer, 4)
 
 
 def check_bad_expert_number(comm: MPI.Intracomm) -> None:
@@ -174,6 +173,134 @@ def check_intercommunicators(comm: MPI.Intracomm) -> None:
         _check_usable(merged, buffer)
     for used in (merged, between, half):
         used.Free()
+
+
+def check_wrong_rows_of_4_bit_numbers(comm: MPI.Intracomm) -> None:
+    ranks, experts = comm.Get_size(), 4 * comm.Get_size()
+    for width, dtype in (("bfloat16", ml_dtypes.bfloat16), ("float8_e4m3fn", np.uint8)):
+        with make_buffer(comm, hidden=512, num_experts=experts, dtype=width) as buffer:
+            idx, scales = np.tile(np.arange(4), (64, 1)), np.ones((64, 8), np.float32)
+            with raises(EPInputError, "x_scales has 32 bytes a row", "up to 16"):
+                buffer.dispatch(np.zeros((64, 512), dtype), idx, x_scales=scales)
+            with raises(EPInputError, "x.shape=", "[num_tokens, 512]", "[num_tokens, 256] of uint8"):
+                buffer.dispatch(np.zeros((64, 256), np.float32), idx)
+            rows = buffer.dispatch(np.ones((64, 256), np.uint8), idx, x_scales=scales).recv_x
+            assert rows.shape == (64 * ranks * (comm.Get_rank() == 0), 256)
+
+
+def check_wrong_conversions_to_fp8(comm: MPI.Intracomm) -> None:
+    experts, idx = 4 * comm.Get_size(), np.zeros((2, 4), np.int64)
+    x = np.zeros((2, 512), np.float32)
+    with make_buffer(comm, num_experts=experts, hidden=512) as buffer:
+        column = dict(use_fp8=True, use_ue8m0=True, layout="expert", scales_layout="column")
+        for words, wrong in (
+            ("expected use_fp8=True with it", dict(round_scale=True)),
+            ("x_scales with use_fp8=True; expected none", dict(use_fp8=True, x_scales=np.ones((2, 4), np.float32))),
+            ("use_ue8m0=True; expected a type of 4 bytes", column),
+        ):
+            with raises(EPInputError, words):
+                buffer.dispatch(x, idx, **wrong)
+        with raises(EPInputError, "x.dtype=uint8; expected"):
+            buffer.dispatch(x.astype(np.uint8), idx, use_fp8=True)
+        _check_usable(comm, buffer)
+    with (
+        make_buffer(comm, num_experts=experts, hidden=64) as buffer,
+        raises(EPInputError, "hidden=64; expected a multiple of 128"),
+    ):
+        buffer.dispatch(np.zeros((2, 64), np.float32), idx, use_fp8=True)
+
+
+def _dispatch_by_expert(buffer: Buffer, mine: oracle.RankInputs, **options: Any) -> Any:
+    return buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights, x_scales=mine.scales, layout="expert", **options)
+
+
+def check_wrong_arguments_of_layouts(comm: MPI.Intracomm) -> None:
+    experts, rank = 4 * comm.Get_size(), comm.Get_rank()
+    inputs = inputs_of_all(comm, 2, lambda rank: 6, hidden=32, num_topk=4, num_experts=experts, num_scales=1)
+    mine = inputs[rank]
+    with make_buffer(comm, num_experts=experts) as buffer:
+        by_expert, by_token = _dispatch_by_expert(buffer, mine), buffer.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+        most = buffer.config.num_max_recv_tokens * 4
+        y, weights = by_expert.recv_x, by_expert.recv_topk_weights
+        with raises(EPInputError, "layout='rows'; expected 'token' or 'expert'"):
+            buffer.dispatch(mine.x, mine.topk_idx, layout="rows")
+        with raises(EPInputError, "layout='token'; expected 'expert', the layout of the handle"):
+            buffer.dispatch(mine.x, handle=by_expert.handle, layout="token")
+        with raises(EPInputError, "zero_padding=True; expected layout='expert' with it"):
+            buffer.dispatch(mine.x, mine.topk_idx, zero_padding=True)
+        with raises(EPInputError, "scales_layout='column'; expected layout='expert' with it"):
+            buffer.dispatch(mine.x, mine.topk_idx, scales_layout="column")
+        with raises(EPInputError, "expected a type of 4 bytes with scales_layout='column'"):
+            scales = mine.scales.view(np.uint8)
+            buffer.dispatch(mine.x, mine.topk_idx, x_scales=scales, layout="expert", scales_layout="column")
+        with raises(EPInputError, f"num_worst_tokens={most + 1}; expected a whole number from 0 to {most}"):
+            _dispatch_by_expert(buffer, mine, num_worst_tokens=most + 1)
+        with raises(EPInputError, "weighted=True with a handle of layout='token'"):
+            buffer.combine(by_token.recv_x, by_token.handle, topk_weights=by_token.recv_topk_weights, weighted=True)
+        with raises(EPInputError, "topk_weights=None; expected a weight for each row with weighted=True"):
+            buffer.combine(y, by_expert.handle, weighted=True)
+        with raises(EPInputError, f"topk_weights.shape=[{len(y)}, 4]; expected [{len(y)}]"):
+            buffer.combine(y, by_expert.handle, topk_weights=np.zeros((len(y), 4), np.float32))
+        oracle.check_expert_rows(_dispatch_by_expert(buffer, mine), oracle.expected_expert_rows(rank, inputs, experts))
+        assert buffer.combine(y, by_expert.handle, topk_weights=weights).topk_weights.shape == (6, 4)
+
+
+def check_ranks_with_different_layouts(comm: MPI.Intracomm) -> None:
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    if ranks == 1:
+        return
+    inputs = inputs_of_all(comm, 2, lambda rank: 6, hidden=32, num_topk=4, num_experts=4 * ranks)
+    mine = inputs[rank]
+    with make_buffer(comm, num_experts=4 * ranks) as buffer:
+        with raises(EPInputError, "the ranks disagree on the kind of this call"):
+            buffer.dispatch(mine.x, mine.topk_idx, layout="expert" if rank == 0 else "token")
+            buffer.synchronize()  # on GPUs, a later call raises it
+        sent = _dispatch_by_expert(buffer, mine)
+        oracle.check_expert_rows(sent, oracle.expected_expert_rows(rank, inputs, 4 * ranks))
+        with raises(EPInputError, "the ranks disagree on the kind of this call"):
+            buffer.combine(sent.recv_x, sent.handle, topk_weights=sent.recv_topk_weights, weighted=rank == 0)
+            buffer.synchronize()
+
+
+def check_wrong_compression(comm: MPI.Intracomm) -> None:
+    sizes = dict(hidden=384, num_topk=3, num_experts=3 * comm.Get_size())
+    with make_buffer(comm, **sizes) as buffer:
+        sent = buffer.dispatch(np.ones((5, 384), ml_dtypes.bfloat16), np.tile(np.arange(3), (5, 1)))
+        y, handle, combine = sent.recv_x, sent.handle, buffer.combine
+        for wrong in ("fp4", "", 8, True):
+            with raises(EPInputError, "compress=", "fp8"):
+                combine(y, handle, compress=wrong)
+        by_expert = buffer.dispatch(np.ones((5, 384), ml_dtypes.bfloat16), np.tile(np.arange(3), (5, 1)), layout="expert")
+        with raises(EPInputError, "reduce='topk'"):
+            combine(by_expert.recv_x, by_expert.handle, compress="fp8", reduce="topk")
+        if comm.Get_size() > 1:  # the ranks do not agree
+            formats = (*COMPRESSIONS, None)
+            mixed = formats[comm.Get_rank() % len(formats)]
+            with raises(EPInputError, "the ranks disagree on the kind of this call", "compress="):
+                combine(y, handle, compress=mixed)
+                buffer.synchronize()
+        assert (combine(y, handle).x.astype(np.float32) == 1).all()
+    with make_buffer(comm, **{**sizes, "hidden": 192}) as buffer:
+        sent = buffer.dispatch(np.ones((2, 192), ml_dtypes.bfloat16), np.zeros((2, 3), np.int64))
+        with raises(EPInputError, "hidden=192", "multiple of 128"):
+            buffer.combine(sent.recv_x, sent.handle, compress="log10")
+
+
+def check_rows_past_worst(comm: MPI.Intracomm) -> None:
+    """Rows past num_worst_tokens cause one warning."""
+    ranks, rank = comm.Get_size(), comm.Get_rank()
+    with logged_warnings() as log, make_buffer(comm, num_experts=4 * ranks) as buffer:
+        x = np.zeros((8, 32), np.float32)
+        idx = np.tile(np.arange(4), (8, 1))  # all go to rank 0
+        for _ in range(3):
+            sent = buffer.dispatch(x, idx, num_worst_tokens=7)
+        assert np.asarray(sent.num_recv_tokens)[0] == (8 * ranks if rank == 0 else 0)
+        buffer.synchronize()
+        buffer.check()
+    warnings = [line for line in log if "dropped" in line]
+    assert len(warnings) == (rank == 0), warnings
+    for line in warnings:
+        assert f"rank 0: dispatch received {8 * ranks} rows; num_worst_tokens=7" in line, line
 
 
 def check_huge_messages_are_refused(comm: MPI.Intracomm) -> None:

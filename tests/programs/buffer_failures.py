@@ -18,10 +18,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import spmd
-from checked_rounds import run_checked_round
 from limits import seconds
 from mpi4py import MPI
 from spmd import TIMEOUT_S, main, make_buffer, raises
+from table import run_checked_round
 
 from deepep_rt import Buffer, EPDestroyedError, EPInputError, EPTimeoutError
 

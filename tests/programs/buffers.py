@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import spmd
-from checked_rounds import run_checked_round
 from limits import seconds
 from mpi4py import MPI
 from spmd import TIMEOUT_S, main, make_buffer, raises
+from table import run_checked_round
 
 from deepep_rt import Buffer, EPConfigError, EPDestroyedError, EPInputError, EPOutOfMemoryError, EPTimeoutError
 from deepep_rt.comm.convert import communicator_of

@@ -10,7 +10,6 @@ import low_latency_oracle
 import numpy as np
 import oracle
 from low_latency_rounds import (
-    FORMATS,
     MAX_TOKENS,
     assert_same,
     expected_arrivals,
@@ -19,6 +18,7 @@ from low_latency_rounds import (
     make_low_latency_inputs,
 )
 from mpi4py import MPI
+from scenario_table import FORMATS
 from spmd import main, raises
 
 from deepep_rt import Buffer, EPInputError

@@ -10,19 +10,16 @@ from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-import low_latency_oracle
 import numpy as np
 import oracle
 import spmd
 from expect import logged_warnings
 from limits import seconds
-from low_latency_rounds import assert_same, expert_outputs, make_low_latency_buffer, make_low_latency_inputs
+from low_latency_rounds import Batch, make_low_latency_buffer, make_low_latency_inputs
 from masked_steps import (
     TIMEOUT_S,
     VARIANTS,
     buffer_that_some_leave,
-    combine,
-    dispatch,
     run_all_steps,
     run_step,
     set_masks,
@@ -30,6 +27,7 @@ from masked_steps import (
     unmask_all,
 )
 from mpi4py import MPI
+from scenario_table import choose
 from spmd import idle_barrier, main, raises
 
 from deepep_rt import Buffer, EPTimeoutError
@@ -64,18 +62,11 @@ def check_rank_silent_before_combine(comm: MPI.Intracomm) -> None:
     rank, last, all_ranks = comm.Get_rank(), comm.Get_size() - 1, range(comm.Get_size())
     for number, variant in enumerate((VARIANTS[0], VARIANTS[3])):
         with buffer_that_some_leave(comm, on_timeout="mask") as buffer:
-            inputs, y = make_low_latency_inputs(comm, 700 + number, lambda rank: 9), expert_outputs(buffer, 700)
-            sent = dispatch(buffer, inputs[rank], variant["early"])
-            arrived = low_latency_oracle.expected_dispatch(rank, inputs, buffer.config.num_experts)
-            low_latency_oracle.check_dispatch(sent, arrived)
+            batch, early = Batch(comm, buffer, 700 + number, lambda rank: 9), supported_reduction(variant["reduce_early"])
+            sent = batch.dispatch(variant["early"])
+            batch.check(sent)
             if rank != last:
-                back = combine(buffer, inputs[rank], y[rank], sent, supported_reduction(variant["reduce_early"]))
-                wanted = low_latency_oracle.expected_combine(
-                    *(rank, inputs, y, buffer.config.num_experts),
-                    reduce_early=supported_reduction(variant["reduce_early"]),
-                    answering=all_ranks[:-1],
-                )
-                assert_same("x", back.x, wanted)
+                batch.check_sum(batch.combine(sent, early), early, answering=all_ranks[:-1])
                 assert buffer.query_masked_ranks() == [last]
                 run_all_steps(comm, buffer, 710, all_ranks[:-1])
             idle_barrier(comm)
@@ -90,14 +81,8 @@ def check_slow_rank_that_returns(comm: MPI.Intracomm) -> None:
             if rank == last:
                 time.sleep(1.5 * TIMEOUT_S)
                 for number, variant in enumerate(VARIANTS):
-                    inputs, y = make_low_latency_inputs(comm, seed + 4 + number, lambda rank: 9), expert_outputs(buffer, seed)
-                    combine(
-                        buffer,
-                        inputs[rank],
-                        y[rank],
-                        dispatch(buffer, inputs[rank], variant["early"]),
-                        supported_reduction(variant["reduce_early"]),
-                    )
+                    batch = Batch(comm, buffer, seed + 4 + number, lambda rank: 9)
+                    batch.combine(batch.dispatch(variant["early"]), supported_reduction(variant["reduce_early"]))
             else:
                 run_all_steps(comm, buffer, seed + 4, all_ranks[:-1])
                 assert buffer.query_masked_ranks() == [last]
@@ -111,32 +96,23 @@ def check_late_messages_of_every_kind(comm: MPI.Intracomm) -> None:
     rank, last, all_ranks = comm.Get_rank(), comm.Get_size() - 1, range(comm.Get_size())
     settings = dict(hidden=4096, num_max_tokens_per_rank=20)  # 20 rows are beyond what MPI sends eagerly
     with make_low_latency_buffer(comm, timeout_s=TIMEOUT_S, on_timeout="mask", **settings) as buffer:
-        inputs = make_low_latency_inputs(comm, 900, lambda rank: 20, hidden=4096, skip_probability=0)
-        for one in inputs:
-            one.topk_idx[:] = np.arange(4)  # experts of rank 0
-        y = expert_outputs(buffer, 900)
+        batch = Batch(comm, buffer, 900, lambda rank: 20, changed=choose(lambda *_: np.arange(4)))  # experts of rank 0
         for _ in range(2):
             for live in (all_ranks, all_ranks[:-1], all_ranks):
                 is_slow = rank == last and len(live) < len(all_ranks)
                 if is_slow:
                     time.sleep(1.5 * TIMEOUT_S)
-                sent = dispatch(buffer, inputs[rank])
+                sent = batch.dispatch(early=True)
                 if not is_slow:
-                    experts = buffer.config.num_experts
-                    low_latency_oracle.check_dispatch(
-                        sent, low_latency_oracle.expected_dispatch(rank, inputs, experts, live=live)
-                    )
+                    batch.check(sent, live)
                     if rank != last:
                         assert buffer.query_masked_ranks() == ([] if live is all_ranks else [last])
                 buffer.synchronize()
                 if live is not all_ranks:
                     unmask_all(comm, buffer)
-                    back = combine(buffer, inputs[rank], y[rank], sent, reduce_early=False)  # of the call with a lost rank
+                    back = batch.combine(sent, reduce_early=False)  # of the call with a lost rank
                     if rank != last:
-                        wanted = low_latency_oracle.expected_combine(
-                            rank, inputs, y, buffer.config.num_experts, reduce_early=False, live=live
-                        )
-                        assert_same("x", back.x, wanted)
+                        batch.check_sum(back, False, live)
 
 
 def check_silent_ranks_raise_by_default(comm: MPI.Intracomm) -> None:
@@ -149,14 +125,14 @@ def check_silent_ranks_raise_by_default(comm: MPI.Intracomm) -> None:
         live = set_masks(comm, buffer, {masked}, True)
         run_step(comm, buffer, 1100, live)
         if rank not in (silent, masked):
-            inputs = make_low_latency_inputs(comm, 1101)
+            batch = Batch(comm, buffer, 1101)
             with raises(EPTimeoutError, f"rank {silent}") as caught:
-                dispatch(buffer, inputs[rank])
+                batch.dispatch()
                 buffer.synchronize()
             assert caught.error.peer == silent
             assert buffer.query_masked_ranks() == [masked]
             with raises(EPTimeoutError, "broken" if spmd.backend == "host" else "cannot be used any more"):
-                dispatch(buffer, inputs[rank])
+                batch.dispatch()
         idle_barrier(comm)
 
 
@@ -177,20 +153,17 @@ def _check_survivors(comm: MPI.Intracomm, receivers: Collection[int], topk_idx: 
     rank, last, all_ranks = comm.Get_rank(), comm.Get_size() - 1, range(comm.Get_size())
     with buffer_that_some_leave(comm, on_timeout="mask") as buffer:
         run_step(comm, buffer, 1200, all_ranks)
-        inputs, y = make_low_latency_inputs(comm, 1201, lambda rank: 9), expert_outputs(buffer, 1201)
-        inputs[last].topk_idx[:] = topk_idx
-        mine, live = inputs[rank], all_ranks[:-1]
+        batch, live = Batch(comm, buffer, 1201, lambda rank: 9), all_ranks[:-1]
+        batch.inputs[last].topk_idx[:] = topk_idx
         if rank == last:
             for peer in set(live) - set(receivers):
                 buffer.mask_rank(np.int64(peer))
-            _stop_after_headers(buffer, partial(dispatch, buffer, mine))
+            _stop_after_headers(buffer, batch.dispatch)
         else:
-            sent = dispatch(buffer, mine)
-            experts = buffer.config.num_experts
-            low_latency_oracle.check_dispatch(sent, low_latency_oracle.expected_dispatch(rank, inputs, experts, live=live))
+            sent = batch.dispatch()
+            batch.check(sent, live)
             for reduce_early in sorted({True, supported_reduction(False)}):
-                wanted = low_latency_oracle.expected_combine(rank, inputs, y, experts, reduce_early=reduce_early, live=live)
-                assert_same("x", combine(buffer, mine, y[rank], sent, reduce_early).x, wanted)
+                batch.check_sum(batch.combine(sent, reduce_early), reduce_early, live)
             assert buffer.query_masked_ranks() == [last]
             for seed in range(1210, 1220):
                 run_step(comm, buffer, seed, live, **VARIANTS[seed % 4])
@@ -222,21 +195,12 @@ def check_headers_of_combine_without_rows(comm: MPI.Intracomm) -> None:
     rank, last, all_ranks = comm.Get_rank(), comm.Get_size() - 1, range(comm.Get_size())
     for number, variant in enumerate(VARIANTS[:3]):
         with buffer_that_some_leave(comm, on_timeout="mask") as buffer:
-            inputs, y = make_low_latency_inputs(comm, 1250 + number, lambda rank: 9), expert_outputs(buffer, 1250)
-            sent = dispatch(buffer, inputs[rank], variant["early"])
+            batch, early = Batch(comm, buffer, 1250 + number, lambda rank: 9), supported_reduction(variant["reduce_early"])
+            sent = batch.dispatch(variant["early"])
             if rank == last:
-                _stop_after_headers(
-                    buffer, partial(combine, buffer, inputs[rank], y[rank], sent, supported_reduction(variant["reduce_early"]))
-                )
+                _stop_after_headers(buffer, partial(batch.combine, sent, early))
             else:
-                wanted = low_latency_oracle.expected_combine(
-                    *(rank, inputs, y, buffer.config.num_experts),
-                    reduce_early=supported_reduction(variant["reduce_early"]),
-                    answering=all_ranks[:-1],
-                )
-                assert_same(
-                    "x", combine(buffer, inputs[rank], y[rank], sent, supported_reduction(variant["reduce_early"])).x, wanted
-                )
+                batch.check_sum(batch.combine(sent, early), early, answering=all_ranks[:-1])
                 assert buffer.query_masked_ranks() == [last]
                 run_all_steps(comm, buffer, 1260, all_ranks[:-1])
             idle_barrier(comm)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
+from expect import logged_warnings
 from low_latency_rounds import (
     HIDDEN,
     MAX_TOKENS,
@@ -16,6 +20,8 @@ from mpi4py import MPI
 from spmd import main, make_buffer, raises
 
 from deepep_rt import EPDestroyedError, EPInputError
+
+WIDE = 512  # rows that can be compressed
 
 
 def check_local_mistakes_can_be_retried(comm: MPI.Intracomm) -> None:
@@ -160,6 +166,86 @@ def check_ranks_that_disagree_on_low_latency_calls(comm: MPI.Intracomm) -> None:
             with raises(EPInputError, "topk_idx", ": int32", ": int64"):
                 buffer.low_latency_combine(y, idx.astype(np.int32 if is_odd else np.int64), weights, sent.handle, **how)
         run_checked_round(comm, buffer, inputs, 26)
+
+
+def check_hidden_not_a_multiple_of_128(comm: MPI.Intracomm) -> None:
+    with make_low_latency_buffer(comm, hidden=24) as buffer:
+        mine = make_low_latency_inputs(comm, 9, hidden=24)[comm.Get_rank()]
+        with raises(EPInputError, "hidden=24", "128", "use_fp8=False"):
+            buffer.low_latency_dispatch(mine.x, mine.topk_idx)
+
+
+def check_experts_without_room(comm: MPI.Intracomm) -> None:
+    """Rows that do not fit cause one warning."""
+    rank, most = comm.Get_rank(), 8
+    with logged_warnings() as log, make_low_latency_buffer(comm, num_max_tokens_per_rank=most) as buffer:
+        inputs = make_low_latency_inputs(comm, 1, lambda rank: (8, 5, 0, 3)[rank % 4])
+        for theirs in inputs:
+            theirs.topk_idx[:] = 0  # of up to 8 tokens, 4 times each; room for 8 of each rank
+        arrived = NUM_TOPK * sum(len(theirs.topk_idx) for theirs in inputs)
+        for _ in range(3):
+            buffer.low_latency_dispatch(inputs[rank].x, inputs[rank].topk_idx, use_fp8=False)
+        buffer.synchronize()
+        buffer.check()
+    warnings = [line for line in log if "dropped" in line]
+    assert len(warnings) == (rank == 0 and arrived > buffer.config.worst_recv_tokens), warnings
+    for line in warnings:
+        assert f"rank 0: low_latency_dispatch received {arrived} rows for local expert 0" in line, line
+
+
+def check_other_choices_are_refused(comm: MPI.Intracomm) -> None:
+    """Host only: combine refuses other experts than those of the dispatch."""
+    experts = 4 * comm.Get_size()
+    with make_low_latency_buffer(comm) as buffer:
+        x, weights = np.zeros((2, HIDDEN), ml_dtypes.bfloat16), np.ones((2, NUM_TOPK), np.float32)
+        idx = np.array([[0, 1, 2, -1], [3, 2, 1, 0]])
+        sent = buffer.low_latency_dispatch(x, idx, use_fp8=False)
+        y = np.zeros((4, buffer.config.worst_recv_tokens, HIDDEN), ml_dtypes.bfloat16)
+
+        def combine(token: int, choice: int, value: Any, **how: Any) -> Any:
+            given = idx.copy()
+            given[token, choice] = value
+            return buffer.low_latency_combine(y, given, weights, sent.handle, **how)
+
+        for value, token, choice in ((2, 0, 0), (1, 0, 3), (experts, 1, 1), (-1, 1, 2)):
+            with raises(EPInputError, f"topk_idx[{token}, {choice}]={value}; expected {idx[token, choice]}"):
+                combine(token, choice, value)
+        with raises(EPInputError, "topk_idx[1, 0]=1"):
+            combine(1, 0, 1, allow_multiple_reduction=False)
+        combine(1, 2, -1, allow_multiple_reduction=False)
+
+
+def check_wrong_low_latency_compression(comm: MPI.Intracomm) -> None:
+    idx, weights = np.zeros((MAX_TOKENS, NUM_TOPK), np.int64), np.ones((MAX_TOKENS, NUM_TOPK), np.float32)
+    for hidden, allowed in ((WIDE, True), (384, False)):
+        with make_low_latency_buffer(comm, hidden=hidden) as buffer:
+            (one,) = make_low_latency_inputs(comm, 1, lambda rank: MAX_TOKENS, hidden=hidden)[:1]
+            sent = buffer.low_latency_dispatch(one.x, idx, use_fp8=False)
+            (y,) = expert_outputs(buffer, 1)[:1]
+            combine: Any = buffer.low_latency_combine
+            if allowed:
+                with raises(EPInputError, "compress=", "fp8"):
+                    combine(y, idx, weights, sent.handle, compress="fp4")
+                with raises(EPInputError, "allow_multiple_reduction=False"):
+                    combine(y, idx, weights, sent.handle, compress="fp8", allow_multiple_reduction=False)
+            else:
+                with raises(EPInputError, "hidden=384", "multiple of 512"):
+                    combine(y, idx, weights, sent.handle, compress="log10")
+            assert combine(y, idx, weights, sent.handle).x.shape == (MAX_TOKENS, hidden)
+
+
+def check_ranks_that_disagree_on_low_latency_compression(comm: MPI.Intracomm) -> None:
+    """Host only: on GPUs, a difference breaks the Buffer."""
+    rank = comm.Get_rank()
+    if comm.Get_size() == 1:
+        return
+    with make_low_latency_buffer(comm, hidden=WIDE) as buffer:
+        inputs = make_low_latency_inputs(comm, 5, hidden=WIDE)
+        mine, y = inputs[rank], expert_outputs(buffer, 5)[rank]
+        sent = buffer.low_latency_dispatch(mine.x, mine.topk_idx, use_fp8=False)
+        with raises(EPInputError, "kind", "rank 0: low_latency_combine with compress='fp8'", "rank 1: low_latency_combine"):
+            compress = None if rank % 2 else "fp8"
+            buffer.low_latency_combine(y, mine.topk_idx, mine.topk_weights, sent.handle, compress=compress)
 
 
 if __name__ == "__main__":

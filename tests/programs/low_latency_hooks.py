@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import low_latency_oracle
 import numpy as np
 import oracle
 import spmd
 from low_latency_rounds import (
-    FORMATS,
     NUM_TOPK,
-    assert_same,
-    expected_arrivals,
+    Batch,
     expert_outputs,
     make_low_latency_buffer,
     make_low_latency_inputs,
     run_checked_round,
 )
 from mpi4py import MPI
+from scenario_table import FORMATS
 from spmd import main, raises, same_bits
 
 from deepep_rt import EPInputError
@@ -26,39 +24,23 @@ from deepep_rt import EPInputError
 
 def check_hooks(comm: MPI.Intracomm) -> None:
     """With two open calls of each kind, each hook brings the result of its own call."""
-    rank = comm.Get_rank()
     with make_low_latency_buffer(comm) as buffer:
-        batches = [make_low_latency_inputs(comm, seed) for seed in (17, 18)]
+        batches = [Batch(comm, buffer, seed) for seed in (17, 18)]
         for options in FORMATS[:2]:
             sent = [
-                buffer.low_latency_dispatch(
-                    inputs[rank].x, inputs[rank].topk_idx, topk_weights=weights, return_recv_hook=True, **options
-                )
-                for inputs, weights in zip(batches, (batches[0][rank].topk_weights, None), strict=True)
+                one.dispatch(early, return_recv_hook=True, **options) for one, early in zip(batches, (True, False), strict=True)
             ]
-            for result, inputs in zip(sent, batches, strict=True):
+            for result, one in zip(sent, batches, strict=True):
                 result.hook()
-                low_latency_oracle.check_dispatch(result, expected_arrivals(buffer, rank, inputs, options))
+                one.check(result, **options)
             for reduce_early in (True, False):
-                y = [expert_outputs(buffer, seed) for seed in (17, 18)]
                 back = [
-                    buffer.low_latency_combine(
-                        given[rank],
-                        inputs[rank].topk_idx,
-                        inputs[rank].topk_weights,
-                        result.handle,
-                        allow_multiple_reduction=reduce_early,
-                        return_recv_hook=True,
-                    )
-                    for given, inputs, result in zip(y, batches, sent, strict=True)
+                    one.combine(result, reduce_early, return_recv_hook=True) for one, result in zip(batches, sent, strict=True)
                 ]
                 for result in back:
                     result.hook()
-                for result, inputs, given in zip(back, batches, y, strict=True):
-                    wanted = low_latency_oracle.expected_combine(
-                        rank, inputs, given, buffer.config.num_experts, reduce_early=reduce_early
-                    )
-                    assert_same("x", result.x, wanted)
+                for result, one in zip(back, batches, strict=True):
+                    one.check_sum(result, reduce_early)
 
 
 def check_hooks_that_were_lost(comm: MPI.Intracomm) -> None:
@@ -111,18 +93,15 @@ def check_an_interrupted_low_latency_call(comm: MPI.Intracomm) -> None:
 
 
 def check_order_of_hooks(comm: MPI.Intracomm) -> None:
-    rank = comm.Get_rank()
     with make_low_latency_buffer(comm) as buffer:
-        inputs, y = make_low_latency_inputs(comm, 19), expert_outputs(buffer, 19)
-        mine = inputs[rank]
+        batch = Batch(comm, buffer, 19)
 
         def dispatch(hook: bool) -> Any:
-            return buffer.low_latency_dispatch(mine.x, mine.topk_idx, use_fp8=False, return_recv_hook=hook)
+            return batch.dispatch(early=False, return_recv_hook=hook)
 
         def combine(sent: Any, hook: bool) -> Any:
-            return buffer.low_latency_combine(y[rank], mine.topk_idx, mine.topk_weights, sent.handle, return_recv_hook=hook)
+            return batch.combine(sent, return_recv_hook=hook)
 
-        wanted = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=True)
         for _ in range(2):
             first, second = dispatch(True), dispatch(True)
             with raises(EPInputError, "2 open hooks", "num_slots=2"):
@@ -152,26 +131,24 @@ def check_order_of_hooks(comm: MPI.Intracomm) -> None:
             second.hook()
             third.hook()
             for result in (first, second, third):
-                low_latency_oracle.check_dispatch(result, expected_arrivals(buffer, rank, inputs, {}))
-                assert_same("x", combine(result, False).x, wanted)
-            assert_same("x", one.x, wanted)
-            assert_same("x", two.x, wanted)
-            run_checked_round(comm, buffer, inputs, 19)
+                batch.check(result)
+                batch.check_sum(combine(result, False))
+            batch.check_sum(one)
+            batch.check_sum(two)
+            run_checked_round(comm, buffer, batch.inputs, 19)
 
 
 def check_more_slots(comm: MPI.Intracomm) -> None:
-    rank = comm.Get_rank()
     for num_slots in (1, 3):
         with make_low_latency_buffer(comm, num_slots=num_slots) as buffer:
-            batches = [make_low_latency_inputs(comm, 20 + number) for number in range(num_slots)]
-            options = dict(use_fp8=False, return_recv_hook=True)
-            sent = [buffer.low_latency_dispatch(b[rank].x, b[rank].topk_idx, **options) for b in batches]
+            batches = [Batch(comm, buffer, 20 + number) for number in range(num_slots)]
+            sent = [one.dispatch(early=False, return_recv_hook=True) for one in batches]
             with raises(EPInputError, "open hooks", f"num_slots={num_slots}"):
-                buffer.low_latency_dispatch(batches[0][rank].x, batches[0][rank].topk_idx, **options)
+                batches[0].dispatch(early=False, return_recv_hook=True)
             for result in sent:
                 result.hook()
-            for result, inputs in zip(sent, batches, strict=True):
-                low_latency_oracle.check_dispatch(result, expected_arrivals(buffer, rank, inputs, {}))
+            for result, one in zip(sent, batches, strict=True):
+                one.check(result)
 
 
 def check_between_throughput_calls(comm: MPI.Intracomm) -> None:
@@ -180,19 +157,17 @@ def check_between_throughput_calls(comm: MPI.Intracomm) -> None:
     with make_low_latency_buffer(comm) as buffer:
         experts = buffer.config.num_experts
         for seed in range(30, 33):
-            inputs, others = make_low_latency_inputs(comm, seed), make_low_latency_inputs(comm, seed + 10)
-            mine, other = inputs[rank], others[rank]
-            y = expert_outputs(buffer, seed)
+            batch, others = Batch(comm, buffer, seed), make_low_latency_inputs(comm, seed + 10)
+            mine, other = batch.mine, others[rank]
             before = buffer.dispatch(other.x, other.topk_idx, other.topk_weights)
-            sent = buffer.low_latency_dispatch(mine.x, mine.topk_idx, use_fp8=False, return_recv_hook=True)
+            sent = batch.dispatch(early=False, return_recv_hook=True)
             between = buffer.dispatch(other.x, other.topk_idx, other.topk_weights)
             sent.hook()
-            back = buffer.low_latency_combine(y[rank], mine.topk_idx, mine.topk_weights, sent.handle, return_recv_hook=True)
+            back = batch.combine(sent, return_recv_hook=True)
             summed = [buffer.combine(result.recv_x, result.handle).x for result in (before, between)]
             back.hook()
-            low_latency_oracle.check_dispatch(sent, expected_arrivals(buffer, rank, inputs, {}))
-            wanted = low_latency_oracle.expected_combine(rank, inputs, y, experts, reduce_early=True)
-            assert_same("x", back.x, wanted)
+            batch.check(sent)
+            batch.check_sum(back)
             expected = oracle.expected_dispatch(rank, others, experts)
             for result in (before, between):
                 oracle.check_dispatch(result, expected)
@@ -200,7 +175,7 @@ def check_between_throughput_calls(comm: MPI.Intracomm) -> None:
             with raises(EPInputError, "LowLatencyHandle", "DispatchResult"):
                 buffer.combine(before.recv_x, sent.handle)
             with raises(EPInputError, "DispatchHandle", "LowLatencyDispatchResult"):
-                buffer.low_latency_combine(y[rank], mine.topk_idx, mine.topk_weights, before.handle)
+                buffer.low_latency_combine(batch.y, mine.topk_idx, mine.topk_weights, before.handle)
 
 
 if __name__ == "__main__":

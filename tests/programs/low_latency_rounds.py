@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from types import SimpleNamespace
 from typing import Any
 
 import low_latency_oracle
@@ -9,18 +11,13 @@ import numpy as np
 import oracle
 import spmd
 from mpi4py import MPI
+from scenario_table import BOTH, FORMATS, few_tokens
+from scenarios import LowLatencyRound, Scenario
 from spmd import inputs_of_all, make_buffer
 
 from deepep_rt import Buffer
 
 HIDDEN, NUM_TOPK, MAX_TOKENS = 256, 4, 16
-FORMATS = (
-    dict(use_fp8=False),
-    dict(use_fp8=True),
-    dict(use_fp8=True, round_scale=True),
-    dict(use_fp8=True, use_ue8m0=True),
-    dict(use_fp8=True, round_scale=True, use_ue8m0=True),
-)
 
 
 def make_low_latency_buffer(comm: MPI.Intracomm, **settings: Any) -> Buffer:
@@ -55,6 +52,38 @@ def expected_arrivals(
     return low_latency_oracle.expected_dispatch(rank, inputs, buffer.config.num_experts, **renamed)
 
 
+class Batch:
+    """Low-latency inputs of all ranks, with calls of this rank, and a comparison of their results with the oracle."""
+
+    def __init__(self, comm: MPI.Intracomm, buffer: Buffer, seed: int, number=tokens_of, **more: Any) -> None:
+        self.buffer, self.rank = buffer, comm.Get_rank()
+        self.round = LowLatencyRound(few_tokens("a batch", number, seed=seed, **more), buffer.config)
+        self.inputs, self.sums = self.round.inputs, self.round.row.sums
+        self.mine, self.y = self.inputs[self.rank], self.round.outputs(self.sums[0])[self.rank]
+
+    def dispatch(self, early: bool = True, **options: Any) -> Any:
+        """Make a dispatch; `early`: with the weights."""
+        return self.round.send(self.buffer, self.rank, early=early, **options)
+
+    def combine(self, sent: Any, reduce_early: bool = True, **options: Any) -> Any:
+        """Make the combine that follows `dispatch`."""
+        return self.round.send_back(self.buffer, self.rank, sent, self.sums[not reduce_early], **options)
+
+    def check(self, sent: Any, live: Collection[int] | None = None, **options: Any) -> None:
+        """Compare the result of a dispatch with these options; `live`: as in the oracle."""
+        self.round.check_dispatch(self.rank, as_numpy(sent), live, **options)
+
+    def check_sum(self, back: Any, reduce_early: bool = True, live: Any = None, answering: Any = None) -> None:
+        """Compare the result of a combine; `live` and `answering`: as in the oracle."""
+        self.round.check_sum(self.rank, as_numpy(back), self.sums[not reduce_early], live, answering)
+
+
+def counts_of(batch: Batch) -> np.ndarray:
+    """Count the choices of each expert of this rank."""
+    experts = np.arange(4 * batch.rank, 4 * batch.rank + 4)
+    return sum((one.topk_idx[:, :, None] == experts).sum((0, 1)) for one in batch.inputs)
+
+
 def assert_same(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
     """Compare two arrays bit for bit."""
     assert got.dtype == wanted.dtype, (name, got.dtype)
@@ -63,28 +92,12 @@ def assert_same(name: str, got: np.ndarray, wanted: np.ndarray) -> None:
     assert not len(bad), f"{name}: {len(bad)} differ, first at {bad[0]}: {got[tuple(bad[0])]} != {wanted[tuple(bad[0])]}"
 
 
-def run_checked_round(comm: MPI.Intracomm, buffer: Buffer, inputs: list[oracle.RankInputs], seed: int, **options: Any) -> None:
+def run_checked_round(comm: MPI.Intracomm, buffer: Buffer, inputs: list[oracle.RankInputs], seed: int) -> None:
     """Dispatch with and without weights, combine each in both ways, and compare all results with the oracle."""
-    rank = comm.Get_rank()
-    mine, y = inputs[rank], expert_outputs(buffer, seed, special=bool(seed % 2))
-    options = options or dict(use_fp8=False)
-    expected = expected_arrivals(buffer, rank, inputs, options)
-    sent = [
-        buffer.low_latency_dispatch(mine.x, mine.topk_idx, topk_weights=weights, **options)
-        for weights in (mine.topk_weights, None)
-    ]
-    for reduce_early in (True, False):
-        wanted = low_latency_oracle.expected_combine(rank, inputs, y, buffer.config.num_experts, reduce_early=reduce_early)
-        for result in sent:
-            back = buffer.low_latency_combine(
-                y[rank], mine.topk_idx, mine.topk_weights, result.handle, allow_multiple_reduction=reduce_early
-            )
-            assert back.hook is None
-            assert_same(f"combine, reduce_early={reduce_early}, has_weights={result.handle.has_weights}", back.x, wanted)
-    for result in sent:
-        assert result.hook is None
-        assert result.handle.num_tokens == len(mine.x)
-        low_latency_oracle.check_dispatch(result, expected)
+    row = Scenario("a round of other tests", "low_latency", sums=BOTH, options=FORMATS[0], seed=seed)
+    made = LowLatencyRound(row, buffer.config, inputs)
+    made.call(buffer, comm.Get_rank())
+    made.check(comm.Get_rank())
 
 
 def to_backend(array: np.ndarray) -> Any:
@@ -99,3 +112,15 @@ def to_backend(array: np.ndarray) -> Any:
 def to_host(array: Any) -> np.ndarray:
     """Return an array of `to_backend` as one of NumPy."""
     return array.view(np.uint8).get().view(np.dtype(array.dtype.name)) if hasattr(array, "get") else array
+
+
+ARRAYS = (
+    "recv_x recv_x_scales recv_topk_idx recv_topk_weights recv_src_idx num_recv_tokens num_recv_tokens_per_expert x topk_weights"
+)
+
+
+def as_numpy(result: Any, *names: str) -> Any:
+    """Return the arrays of a result as those of NumPy, and other attributes as they are."""
+    found = {name: getattr(result, name, None) for name in ARRAYS.split()}
+    converted = {name: None if array is None else to_host(array) for name, array in found.items()}
+    return SimpleNamespace(**converted, **{name: getattr(result, name) for name in names})

@@ -6,12 +6,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import low_latency_oracle
-import numpy as np
-import oracle
 import spmd
 from limits import seconds
-from low_latency_rounds import assert_same, expert_outputs, make_low_latency_buffer, make_low_latency_inputs
+from low_latency_rounds import Batch, make_low_latency_buffer
 from mpi4py import MPI
 from spmd import idle_barrier
 
@@ -26,30 +23,16 @@ def supported_reduction(reduce_early: bool) -> bool:
     return reduce_early or spmd.backend != "host"
 
 
-def dispatch(buffer: Buffer, mine: oracle.RankInputs, early: bool = True, **options: Any) -> Any:
-    """Make a low-latency dispatch of this rank's inputs; `early`: with the weights."""
-    weights = mine.topk_weights if early else None
-    return buffer.low_latency_dispatch(mine.x, mine.topk_idx, topk_weights=weights, **{"use_fp8": False, **options})
-
-
-def combine(buffer: Buffer, mine: oracle.RankInputs, y: np.ndarray, sent: Any, reduce_early: bool = True, **options: Any) -> Any:
-    """Make the combine that follows `dispatch`."""
-    return buffer.low_latency_combine(
-        y, mine.topk_idx, mine.topk_weights, sent.handle, allow_multiple_reduction=reduce_early, **options
-    )
-
-
 def run_step(
     comm: MPI.Intracomm, buffer: Buffer, seed: int, live: Collection[int], *, early: bool = True, reduce_early: bool = True
 ) -> None:
     """Dispatch and combine, and compare with the oracle; `live`: the ranks that this rank exchanges rows with."""
-    rank, experts, reduce_early = comm.Get_rank(), buffer.config.num_experts, supported_reduction(reduce_early)
-    inputs, y = make_low_latency_inputs(comm, seed, lambda rank: (5, 16, 0, 3)[(rank + seed) % 4]), expert_outputs(buffer, seed)
-    sent = dispatch(buffer, inputs[rank], early)
-    back = combine(buffer, inputs[rank], y[rank], sent, reduce_early)
-    low_latency_oracle.check_dispatch(sent, low_latency_oracle.expected_dispatch(rank, inputs, experts, live=live))
-    wanted = low_latency_oracle.expected_combine(rank, inputs, y, experts, reduce_early=reduce_early, live=live)
-    assert_same(f"step {seed}", back.x, wanted)
+    reduce_early = supported_reduction(reduce_early)
+    batch = Batch(comm, buffer, seed, lambda rank: (5, 16, 0, 3)[(rank + seed) % 4])
+    sent = batch.dispatch(early)
+    back = batch.combine(sent, reduce_early)
+    batch.check(sent, live)
+    batch.check_sum(back, reduce_early, live)
 
 
 def run_all_steps(comm: MPI.Intracomm, buffer: Buffer, seed: int, live: Collection[int]) -> None:

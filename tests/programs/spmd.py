@@ -29,6 +29,7 @@ __all__ = ["raises"]
 
 TIMEOUT_S = seconds(20.0)
 backend = "host"  # the GPU tests run the same checks on "cuda"
+has_fp8 = True  # the GPU tests say what their GPUs have
 more_settings: dict[str, Any] = {}  # of a Buffer; the GPU tests set them
 ABORT_AFTER_S = TIMEOUT_S + 5  # after a failure, because the other ranks may hang in a collective of MPI
 
@@ -128,27 +129,6 @@ def inputs_of_all(comm: MPI.Intracomm, seed: int, num_tokens: Callable[[int], in
     """Make the inputs of all ranks, `num_tokens(rank)` tokens each."""
     ranks = comm.Get_size()
     return [oracle.make_inputs(seed, rank, num_tokens(rank), num_ranks=ranks, **settings) for rank in range(ranks)]
-
-
-def outputs_of_all(
-    inputs: list[oracle.RankInputs],
-    num_experts: int,
-    seed: int,
-    hidden: int,
-    dtype: str,
-    *,
-    worst: list[int | None] | None = None,
-    integers: bool = False,
-) -> list[np.ndarray]:
-    """Make random outputs of each rank's experts, one row for each row that the rank received."""
-    outputs = []
-    for rank in range(len(inputs)):
-        received = oracle.expected_dispatch(rank, inputs, num_experts, num_worst_tokens=worst[rank] if worst else None)
-        rng = np.random.default_rng([seed, rank, 7])
-        shape = (len(received.x), hidden)
-        values = rng.integers(-8, 9, shape).astype(np.float32) if integers else rng.standard_normal(shape, np.float32)
-        outputs.append(values.astype(dtype))
-    return outputs
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
