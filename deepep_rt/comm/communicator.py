@@ -46,7 +46,7 @@ class Communicator(Protocol):
     timeout_s: float
     """The limit of its collectives. A duplicate has the same."""
     heard: Callable[[], EPPeerError | None] | None
-    """Waits of collectives call it often, and raise what it returns. A duplicate has the same."""
+    """Waits of collectives call it often, and raise what it returns. A duplicate has the same, but for one for the process."""
 
     def Get_rank(self) -> int: ...
     def Get_size(self) -> int: ...

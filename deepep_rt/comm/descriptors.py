@@ -160,7 +160,9 @@ def _introduce(comm: Communicator, name: str, descriptor: int) -> list[_Peer]:
     mine = _Peer(os.getpid(), os.getuid(), os.stat("/proc/self/ns/pid").st_ino, name, secrets.token_hex(16), descriptor)
     told = comm.allgather(tuple(mine))  # a store may hold anything
     if not all(isinstance(found, tuple) and list(map(type, found)) == [int, int, int, str, str, int] for found in told):
-        raise EPUnavailableError("a rank told nothing valid about its descriptors; expected ranks of one version of this library.")
+        raise EPUnavailableError(
+            "a rank told nothing valid about its descriptors; expected ranks of one version of this library."
+        )
     return [_Peer(*found) for found in told]
 
 

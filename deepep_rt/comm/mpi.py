@@ -57,8 +57,10 @@ class MpiCommunicator(TimedCollectives):
         return self.open_channel(self._agree_on_channel())
 
     def dup_for_process(self) -> MpiCommunicator:
-        """Make a duplicate that lives as long as the process."""
-        return self.Dup()
+        """Make a duplicate that lives as long as the process. It hears of no rank."""
+        made = self.Dup()
+        made.heard = None
+        return made
 
     def sub_comm(self, ranks: Sequence[int]) -> MpiCommunicator:
         """Make a communicator of these ranks, in this order. Collective; each rank passes the ranks of its own group."""

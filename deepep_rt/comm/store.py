@@ -189,8 +189,10 @@ class StoreCommunicator(TimedCollectives):
         """Do nothing: the next channel deletes the last keys of this one."""
 
     def dup_for_process(self) -> StoreCommunicator:
-        """Make a duplicate that may live as long as the process. It does not keep the owner of the store alive."""
-        return self._duplicate(None)
+        """Make a duplicate that may live as long as the process. It does not keep the owner of the store alive, and hears of no rank."""
+        made = self._duplicate(None)
+        made.heard = None
+        return made
 
     def retain(self, *held: Any) -> None:
         """Keep nothing: the store copies values, so no request uses memory of the caller."""

@@ -17,7 +17,7 @@ from .. import _env
 from .._install import pip_install_cuda
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus, timed_allgather
-from ..errors import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from ..errors import EPConfigError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from ..network import NetworkOptions
 
 _log = logging.getLogger("deepep_rt")
@@ -233,7 +233,7 @@ class NvshmemMemory:
         self._runtime = runtime(comm, network.environment() if network else None)
         self.consensus: Consensus | None = None  # over the runtime, if it has more ranks than the Buffer
         if self._runtime.comm is not None:
-            _check_same_size(self._runtime.comm, num_bytes, timeout_s)
+            _check_same_size(self._runtime.comm, comm.heard, num_bytes, timeout_s)
             if comm.Get_size() < self._runtime.num_pes:
                 self.consensus = Consensus(self._runtime.comm)
         self.ptr = nvshmem.malloc(num_bytes)
@@ -265,10 +265,19 @@ class NvshmemMemory:
             self.consensus.free()
 
 
-def _check_same_size(comm: Communicator, num_bytes: int, timeout_s: float) -> None:
-    """Check the sizes of all ranks, with a limit. NVSHMEM would wait without a limit for a missing rank."""
+def _check_same_size(
+    comm: Communicator, heard: Callable[[], EPPeerError | None] | None, num_bytes: int, timeout_s: float
+) -> None:
+    """Check the sizes of all ranks, with a limit. NVSHMEM would wait without a limit for a missing rank.
+
+    `comm` is that of the runtime. `heard` is what the ranks of the Buffer hear of each other, only for this step: it refers to the Buffer.
+    """
     hint = "ranks outside of this Buffer's communicator to make one of the same size at the same time"
-    sizes = {size for (size,) in timed_allgather(comm, (num_bytes,), timeout_s, "the allocation of symmetric memory", hint)}
+    comm.heard = heard
+    try:
+        sizes = {size for (size,) in timed_allgather(comm, (num_bytes,), timeout_s, "the allocation of symmetric memory", hint)}
+    finally:
+        comm.heard = None
     if len(sizes) != 1:
         raise EPConfigError(
             f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)} bytes. Make the Buffers of all "

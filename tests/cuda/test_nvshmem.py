@@ -269,6 +269,18 @@ def test_symmetric_memory_has_one_size(install, monkeypatch):
         nvshmem.allocate(FakeRanks(gather=_pes), 64, 1.0)
 
 
+def test_the_runtime_hears_of_the_ranks_of_a_buffer_only_while_it_allocates(install, monkeypatch):
+    """The runtime lives as long as the process. What it heard for longer would keep the first Buffer, and its store, alive."""
+    install()
+    ranks, heard = FakeRanks(gather=_pes), []
+    ranks.heard = lambda: None
+    own, of_runtime = ranks.heard, FakeRanks(gather=_pes)
+    monkeypatch.setattr(ranks, "dup_for_process", lambda: of_runtime)
+    monkeypatch.setattr(nvshmem, "timed_allgather", lambda comm, values, *_: heard.append(comm.heard) or [values])
+    nvshmem.allocate(ranks, 64, 1.0)
+    assert (heard, of_runtime.heard) == ([own], None)
+
+
 def test_a_rank_without_memory_fails_all_ranks(install, arrived):
     install()
     with pytest.raises(EPOutOfMemoryError, match=r"could not allocate .* on every rank"):
