@@ -95,6 +95,7 @@ BAD_DISPATCHES = {
     "worst of handle": (lambda: (_x(),), {"handle": "good", "num_worst_tokens": 1}, ["num_worst_tokens=1", "expected 6"]),
     "worsts": (lambda: (_x(),), {"handle": "good", "num_worst_tokens": np.array([3, 4])}, ["num_worst_tokens=<ndarray>"]),
     "expert too large": (lambda: (_x(), _idx() + 13), {}, ["token 0", "expert 16", "0 to 15"]),
+    "layout of scales": (lambda: (_x(), _idx()), {"scales_layout": "word"}, ["scales_layout='word'", "'row' or 'column'"]),
     "expert below -1": (lambda: (_x(), _idx() - 2), {}, ["token 0", "expert -2", "-1 for none"]),
 }
 
@@ -121,6 +122,8 @@ BAD_COMBINES = {
     "dtype of weights": (_x, {"topk_weights": _weights(dtype="float64")}, ["topk_weights.dtype=float64"]),
     "three biases": (_x, {"bias": (_x(), _x(), _x())}, ["len(bias)=3", "at most 2"]),
     "shape of bias": (_x, {"bias": _x(5)}, ["bias[0].shape=[5, 256]", "[6, 256]"]),
+    "weighted": (_x, {"weighted": "yes"}, ["weighted='yes'; expected"]),
+    "reduce": (_x, {"reduce": "expert"}, ["reduce='expert'", "'rank' or 'topk'"]),
     "dtype of bias": (_x, {"bias": [_x(), _x(dtype="float16")]}, ["bias[1].dtype=float16", "bfloat16"]),
 }
 

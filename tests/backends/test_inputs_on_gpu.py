@@ -315,9 +315,11 @@ def test_flags_are_named() -> None:
         with pytest.raises(EPInputError, match=rf"^{name}='yes'; expected"):
             inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, *flags, None, None)
     own = LowLatencyHandle(TOKENS, SITE.serial, None, True, Framework())
-    wrong: Any = "yes"
-    with pytest.raises(EPInputError, match=r"^allow_multiple_reduction='yes'; expected"):
-        inputs.low_latency_combine_inputs(SITE, STREAM, quick["y"], quick["topk_idx"], quick["topk_weights"], own, wrong, None)
+    arrays = quick["y"], quick["topk_idx"], quick["topk_weights"]
+    forms: dict[str, Any] = {"allow_multiple_reduction": True, "out": None, "reduce": None, "compress": None}
+    for name in ("allow_multiple_reduction", "reduce", "compress"):
+        with pytest.raises(EPInputError, match=rf"^{name}='yes'; expected"):
+            inputs.low_latency_combine_inputs(SITE, STREAM, *arrays, own, **{**forms, name: "yes"})
 
 
 def test_errors_of_a_library_are_quoted(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

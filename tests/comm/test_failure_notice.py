@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from memory_store import make_ranks, on_all, outcome
 
-from deepep_rt import Buffer, EPTimeoutError
+from deepep_rt import Buffer, EPTimeoutError, EPUnavailableError
 from deepep_rt.comm import failure_notice, process_end
-from deepep_rt.comm.failure_notice import FAILURE_NOTICE_TAG, FailureNotice
+from deepep_rt.comm.failure_notice import FAILURE_NOTICE_TAG, CallProgress, FailureNotice
 from deepep_rt.comm.store import StoreCommunicator
 
 
@@ -84,6 +84,32 @@ def test_earlier_data_of_a_leaving_rank_may_still_arrive(notices: list[FailureNo
     assert notices[1].failed_peers() == [0]
     assert "mine " * 50 in str(notices[1].error(0, "rows")), "the whole text arrives"
     leaving.join()
+
+
+def test_a_rank_that_does_something_else(ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer misses it if the peer does not do the same."""
+    monkeypatch.setattr(failure_notice, "_GRACE_S", 0.0)
+    progress = CallProgress("the making of a Buffer")
+    peer = FailureNotice(ranks[1], progress)
+    FailureNotice(ranks[0]).go_elsewhere(progress.name, "it makes another Buffer")
+    assert peer.refusals() == ""
+    progress.name = "dispatch"
+    assert peer.refusals() == ". Rank 0 does not take part: it makes another Buffer"
+    assert peer.failed_peers() == [0]
+    assert peer.error(0, "rows").call_idx == 0
+
+
+@pytest.mark.parametrize("error", [EPUnavailableError("the store has ended"), RuntimeError("MPI has failed")])
+def test_a_notice_that_cannot_be_sent_is_no_error(
+    ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ranks[0], "isend", fail)
+    notice = FailureNotice(ranks[0])
+    notice.refuse(KeyError("mine"), "dispatch")
+    assert notice.has_refused
 
 
 def test_the_store_ends_after_a_notice(

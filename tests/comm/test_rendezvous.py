@@ -15,7 +15,7 @@ from memory_store import on_all, outcome
 
 from deepep_rt import Buffer, EPInputError, EPOutOfMemoryError, EPTimeoutError
 from deepep_rt.backends import agreement
-from deepep_rt.comm.consensus import agree_on_measurement, begin_measurement, timed_allgather
+from deepep_rt.comm.consensus import COPY_CEILING, agree_on_measurement, begin_measurement, timed_allgather
 from deepep_rt.comm.meeting import Meeting
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.comm.timed_collectives import format_ranks, wait_all
@@ -197,6 +197,7 @@ def test_measurements_end_in_time(ranks: list[StoreCommunicator], call: Any) -> 
     for error in on_all(ranks[:2], lambda comm: outcome(lambda: call(comm))):
         assert isinstance(error, EPTimeoutError)
         assert "timeout_s=0.3" in str(error)
+        assert COPY_CEILING in str(error)
 
 
 def test_all_ranks_compare_arguments_of_measurements(ranks: list[StoreCommunicator]) -> None:

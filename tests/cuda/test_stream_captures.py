@@ -211,6 +211,27 @@ def test_memory_of_a_graph_serves_captures_only(fake: FakeDriver, kind: str) -> 
     assert place(held) == captured
 
 
+def test_a_capture_takes_the_slot_that_it_used_last(fake: FakeDriver) -> None:
+    """It is the first that delays it: the stream waits for no other."""
+    slots, graph = Slots(64, 0), CapturedGraph(5)
+    fake.capturing.add(1)
+    first, last = slots.acquire(1, None, graph), slots.acquire(1, None, graph)
+    expected = last.ptr
+    del first, last
+    assert slots.acquire(1, None, graph).ptr == expected
+
+
+def test_a_capture_on_another_stream_takes_the_oldest_slot(fake: FakeDriver) -> None:
+    """It waits for all that used the slot."""
+    slots, graph = Slots(64, 0), CapturedGraph(5)
+    fake.capturing.update({1, 2, 3})
+    first, last = slots.acquire(1, 2, graph), slots.acquire(1, 2, graph)
+    expected = first.ptr
+    del first, last
+    assert slots.acquire(3, None, graph).ptr == expected
+    assert {(waiting, other) for waiting, other, _ in fake.waits} == {(3, 1), (3, 2)}
+
+
 def test_slots_for_captures_do_not_count_as_held(fake: FakeDriver) -> None:
     slots, graph = Slots(64, 0), CapturedGraph(5)
     fake.capturing.add(1)

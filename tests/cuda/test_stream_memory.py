@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
@@ -13,12 +15,27 @@ from deepep_rt.cuda import driver
 from deepep_rt.cuda.stream_tracking import StreamPool
 
 
-def test_memory_released_in_a_capture_is_freed_later(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pool(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> StreamPool:
+    """A pool whose memory has different addresses. `fake.freed` lists the streams on which it is freed."""
+    addresses, held = itertools.count(4096, 64), set()
+
+    def allocate(num_bytes: int, stream: int) -> int:
+        held.add(address := next(addresses))
+        return address
+
+    def free(ptr: int, stream: int) -> None:
+        held.remove(ptr)
+        fake.freed.append(stream)
+
+    monkeypatch.setattr(driver, "allocate_async", allocate)
+    monkeypatch.setattr(driver, "free_async", free)
+    return StreamPool()
+
+
+def test_memory_released_in_a_capture_is_freed_later(fake: FakeDriver, pool: StreamPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph must not free memory that it did not allocate. The next allocation frees it."""
-    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
     monkeypatch.setattr(driver, "trim_memory_pool", lambda: fake.freed.append(0))
-    monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
-    pool = StreamPool()
     memory = pool.allocate(64, 5)
     fake.capturing.add(5)
     del memory
@@ -41,10 +58,7 @@ def test_memory_released_in_a_capture_is_freed_later(fake: FakeDriver, monkeypat
 
 
 @pytest.mark.parametrize("captured", [1, 9], ids=["the reader's stream", "its own stream"])
-def test_a_capture_loses_no_reader(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, captured: int) -> None:
-    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
-    monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
-    pool = StreamPool()
+def test_a_capture_loses_no_reader(fake: FakeDriver, pool: StreamPool, captured: int) -> None:
     memory = pool.allocate(64, 9, 1)
     fake.work(1)
     fake.capturing.add(captured)
@@ -59,11 +73,8 @@ def test_a_capture_loses_no_reader(fake: FakeDriver, monkeypatch: pytest.MonkeyP
     del held, more
 
 
-def test_dropped_memory_does_not_delay_the_stream_of_the_calls(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_memory_does_not_delay_the_stream_of_the_calls(fake: FakeDriver, pool: StreamPool) -> None:
     """It is freed when its readers are done. Only with many readers behind does the stream wait, for the one that came first."""
-    monkeypatch.setattr(driver, "allocate_async", lambda num_bytes, stream: 4096)
-    monkeypatch.setattr(driver, "free_async", lambda ptr, stream: fake.freed.append(stream))
-    pool = StreamPool()
     for reader in (1, 2):
         memory = pool.allocate(64, 9, reader)
         fake.work(reader)

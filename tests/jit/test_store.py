@@ -301,8 +301,21 @@ def test_waiting_lasts_longer_than_the_slowest_kernel(tmp_path: Path, monkeypatc
     assert 300 < now < 301
 
 
+def test_an_entry_that_cannot_be_read(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store, "read_file", fail)
+    assert cache.get("sm_90", KEY) is None
+    assert "is corrupt (it cannot be read: Input/output error)" in caplog.text
+
+
 @pytest.mark.parametrize("obstacle", ["ENOLCK", "ENOSYS", "EIO", "ESTALE", "link", "FIFO"])
-def test_an_entry_that_cannot_be_locked(cache: KernelCache, monkeypatch: pytest.MonkeyPatch, obstacle: str) -> None:
+def test_an_entry_that_cannot_be_locked(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, obstacle: str
+) -> None:
     lock = file_of(cache).with_suffix(".lock")
 
     def unsupported(*_: object) -> None:
@@ -314,7 +327,9 @@ def test_an_entry_that_cannot_be_locked(cache: KernelCache, monkeypatch: pytest.
         os.mkfifo(lock)
     else:
         monkeypatch.setattr(fcntl, "flock", unsupported)
-    assert within(10, lambda: _lock(cache)) is False
+    with caplog.at_level(logging.DEBUG, logger="deepep_rt"):
+        assert within(10, lambda: _lock(cache)) is False
+    assert f"{lock} {'is not a regular file' if obstacle in ('link', 'FIFO') else 'cannot be locked'}" in caplog.text
     assert not (lock.parent / "made").exists()
 
 
@@ -578,13 +593,13 @@ def test_a_folder_that_others_own_or_may_write_raises(
     with caplog.at_level(logging.WARNING, logger="deepep_rt"):
         for _ in range(2):
             assert cache.get("sm_90", KEY) == entry()
-    assert caplog.text.count("because DEEPEP_RT_TRUST_CACHE is set") == 1
+    assert caplog.text.count(f"{message}; its code is run because DEEPEP_RT_TRUST_CACHE is set") == 1
     monkeypatch.delenv("DEEPEP_RT_TRUST_CACHE")
     assert cache.clear() == 1, "deleting runs no code, so clear needs no trust"
 
 
 def test_an_entry_of_another_user_is_corrupt(
-    cache: KernelCache, set_owner: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    cache: KernelCache, set_owner: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     set_owner(file_of(cache), 1234)
     assert cache.get("sm_90", KEY) is None
@@ -595,6 +610,7 @@ def test_an_entry_of_another_user_is_corrupt(
     set_owner(file_of(cache), 1234)
     monkeypatch.setenv("DEEPEP_RT_TRUST_CACHE", "1")
     assert cache.get("sm_90", KEY) == entry()
+    assert f"{file_of(cache)}: user 1234 owns it; its code is run" in caplog.text
 
 
 def test_a_shared_cache_of_root_works(cache: KernelCache, set_owner: Callable[..., None]) -> None:
@@ -708,7 +724,9 @@ def test_measurements_are_found_listed_and_cleared(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == [".abcdefgh.tmp", "mine.txt"]
 
 
-def test_a_measurement_that_cannot_be_saved_is_no_error(saved: Path) -> None:
+def test_a_measurement_that_cannot_be_saved_is_no_error(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved.write_text("a file")
-    assert SAVED.save(MACHINE, {"number": 3}) is None
+    with caplog.at_level(logging.INFO, logger="deepep_rt"):
+        assert SAVED.save(MACHINE, {"number": 3}) is None
+    assert "saved numbers cannot be saved: " in caplog.text
     assert (load(), SAVED.all(), SAVED.clear()) == (None, [], 0)

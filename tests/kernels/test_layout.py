@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 from generated_configs import configs
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deepep_rt import Buffer, EPConfigError
@@ -323,6 +323,7 @@ def test_low_latency_regions_have_room_for_what_kernels_index(config: Config) ->
 
 
 @given(configs())
+@example(Config(4, 40, 64, 7, 20, ranks_per_node=2))
 def test_the_offsets_that_kernels_use(config: Config) -> None:
     layout = Layout(config)
     constants, inboxes = layout.constants, layout.symmetric.offsets["low_latency"]
@@ -334,11 +335,13 @@ def test_the_offsets_that_kernels_use(config: Config) -> None:
         ("StatusPage", layout.status_page, 0),
         ("Ll", layout.low_latency, inboxes),
         ("LlHandle", layout.low_latency_handle, 0),
+        *([("Network", layout.nodes.network, layout.symmetric.offsets["network"])] if layout.nodes else []),
     ):
         for name, offset in arranged.offsets.items():
             expected[f"k{prefix}" + name.title().replace("_", "")] = start + offset
     assert {name: constants[name] for name in expected} == expected
-    unused = {"kHandleCounts", "kLocalState", "kLocalPositionProgress", "kLocalPositionCounts"}  # the host's, or they begin at 0
+    # The host's, or they begin at 0, or a structure has their size.
+    unused = {"kHandleCounts", "kLocalState", "kLocalPositionProgress", "kLocalPositionCounts", "kChunkPositions"}
     assert set(constants) - unused <= WORDS, "no kernel uses it"
 
 

@@ -182,6 +182,15 @@ def test_sums_leave_room_for_rows(fake: FakeGpu, make: Any, caplog: pytest.LogCa
         del third, fourth
 
 
+def test_summed_weights_keep_their_memory(fake: FakeGpu, make: Any) -> None:
+    with make() as buffer:
+        x, idx, weights = arguments(fake, 64)
+        y, given = Array(fake, "bfloat16", 256, 256), Array(fake, "float32", 256, 4)
+        handle = buffer.dispatch(x, idx, weights, num_worst_tokens=256).handle
+        first, second = (buffer.combine(y, handle, topk_weights=given).topk_weights for _ in range(2))
+        assert first.ptr != second.ptr
+
+
 def test_a_copied_result(fake: FakeGpu, make: Any) -> None:
     """If the pool is full, rows are copied from the shared region. The next call uses that region, and waits for the copy."""
     with make(num_slots=1) as buffer:

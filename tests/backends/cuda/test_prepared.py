@@ -475,6 +475,10 @@ def test_later_calls_wait_for_the_waits_of_the_preparation(
 def test_per_thread_default_streams(fake: FakeGpu, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """The handle means another stream in each thread, so only one thread may make calls, and prepare them."""
     step = calls.prepare()
+    thread = threading.Thread(target=step.dispatch)  # on an ordinary stream
+    thread.start()
+    thread.join()
+    step.dispatch()
     monkeypatch.setattr(_Library, "current_stream", lambda library, device: 2)
     step.dispatch()
     refused = []
@@ -617,7 +621,8 @@ def test_the_relay_is_woken(fake: FakeGpu, make: Any, monkeypatch: pytest.Monkey
         assert woken == [*range(4 if hooks else 2)]
 
 
-def test_host_arrays_take_ordinary_calls(fake: FakeGpu, calls: Calls) -> None:
+@each_kind
+def test_host_arrays_take_ordinary_calls(fake: FakeGpu, make: Any, kind: Kind) -> None:
     """Each call copies them, so it sees values that the program has written."""
     import ml_dtypes
     import numpy as np
@@ -625,16 +630,20 @@ def test_host_arrays_take_ordinary_calls(fake: FakeGpu, calls: Calls) -> None:
     def host(array: Array) -> Any:
         return np.zeros(array.shape, {"bfloat16": ml_dtypes.bfloat16}.get(array.dtype, array.dtype))
 
-    calls.x, calls.idx, calls.weights, y = host(calls.x), host(calls.idx), host(calls.weights), host(calls.y())
-    step = calls.prepare(**({"use_fp8": False} if isinstance(calls, LowLatencyCalls) else {}))
-    for _ in range(2):
-        fake.copies.clear()
-        sent = step.dispatch()
-        step.combine(y)
-        assert calls.x.ctypes.data in [source for _, source, _ in fake.copies]
-    assert sent.recv_x.shape == y.shape
-    prefix = "ll_" if isinstance(calls, LowLatencyCalls) else ""
-    assert [launch.kernel for launch in fake.pop_launches()] == [f"{prefix}dispatch", f"{prefix}combine"] * 2
+    form, prefix = ({"use_fp8": False}, "ll_") if kind is LowLatencyCalls else ({}, "")
+    with make(**kind.sizes, hidden=512) as buffer:
+        calls = kind(fake, buffer)
+        calls.x, calls.idx, calls.weights, y = host(calls.x), host(calls.idx), host(calls.weights), host(calls.y())
+        step = calls.prepare(**form, compress="log10")
+        if kind is LowLatencyCalls:
+            refuses(step, y, "expected its dispatch before")
+        for _ in range(2):
+            fake.copies.clear()
+            sent = step.dispatch()
+            step.combine(y)
+            assert calls.x.ctypes.data in [source for _, source, _ in fake.copies]
+        assert sent.recv_x.shape == y.shape
+        assert [launch.kernel for launch in fake.pop_launches()] == [f"{prefix}dispatch", f"{prefix}combine_log10"] * 2
 
 
 @pytest.mark.parametrize(
