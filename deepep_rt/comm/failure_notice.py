@@ -100,7 +100,7 @@ class FailureNotice:
 
     def is_delivered(self) -> bool:
         """Return whether all peers have read the last notice, or have left too."""
-        with suppress(EPUnavailableError, RuntimeError):  # without the store, no rank reads it
+        with suppress(RuntimeError):  # without the store, no rank reads it
             if not all(request.Test() for request in self._requests):
                 self._receive(time.monotonic())
                 return all(peer in self._left or r.Test() for peer, r in zip(self._peers, self._requests, strict=True))
@@ -148,7 +148,7 @@ class FailureNotice:
         if not self._comm.can_send():
             return
         notice = [kind, self._progress.num_made, doing, text[: process_end.MAX_TEXT].rstrip(". ")]  # a part of a sentence
-        with suppress(EPUnavailableError, RuntimeError):  # without the store, or after an error of MPI, no message can be sent
+        with suppress(RuntimeError):  # without the store, or after an error of MPI, no message can be sent
             sent = [self._comm.isend(notice, peer, FAILURE_NOTICE_TAG) for peer in self._peers]
             if unread := [request for request in self._requests if not request.Test()]:
                 self._comm.retain(unread)

@@ -45,7 +45,7 @@ class Slots:
             self._free.append(last)
             ptr, pending = self._choose(stream, follows)
         else:
-            ptr, pending = self._free.popleft() if self._free else self._grow()
+            ptr, pending = self._grow()
             self._most_held = max(self._most_held, self._num_usual - len(self._free))
         return Slot(self, ptr, self._tracker.order_after(pending, stream), stream, reader)
 

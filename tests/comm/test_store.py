@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import functools
+import importlib.util
 import os
 import pickle
 import subprocess

@@ -73,7 +73,7 @@ def test_groups_of_any_shape(comm):
 
 
 def test_memory_comes_back(comm):
-    """After a with block, after a time-out, and after an exception."""
+    """After a with block, after a time-out, and after an exception. No other program may use these GPUs meanwhile."""
     _group_buffer(comm).destroy()  # CUDA keeps some memory for modules
     before = _free_bytes(comm)
     with _group_buffer(comm) as buffer:

@@ -228,9 +228,10 @@ def test_a_rank_frees_memory_of_its_own_alone(fake: FakeGpu, make: Any, monkeypa
     assert (answers, fake.freed.count(BASE)) == ([True, True] * 5, 5)  # both in construction
     assert fake.requests.count("write_int32_now") == 4
     monkeypatch.setattr("deepep_rt.backends.cuda.backend._STOP_S", 0.01)
-    monkeypatch.setattr(driver.CudaEvent, "done", lambda event: False)
+    buffer = make()
+    monkeypatch.setattr(driver, "end_of_work", lambda: SimpleNamespace(done=lambda: False))
     with pytest.warns(UserWarning, match="the GPU does not end its work.*stays allocated"):
-        make().destroy(in_touch=False)
+        buffer.destroy(in_touch=False)
     assert fake.freed.count(BASE) == 5
 
 
