@@ -77,35 +77,39 @@ def _send_and_receive(
 ) -> str:
     """Send to all peers and receive from all. Return why that cannot work, or an empty text.
 
-    A socket's queue holds few messages (10 by default), so sends must not block: a rank that waits for room also receives.
+    A socket's queue holds few messages (10 by default), so sends must not block: a rank that waits for room also receives. A rank that
+    cannot reach a peer tells the others so, without its descriptor, and they wait no longer.
     """
-    rank, end = comm.Get_rank(), time.monotonic() + timeout_s
+    rank, problem, end = comm.Get_rank(), "", time.monotonic() + timeout_s
     unsent = [peer for peer in range(len(peers)) if peer != rank]
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
     waiting = select.poll()
     waiting.register(own, select.POLLIN)
-    while unsent or len(received) < len(peers) - 1:
+    while unsent or (not problem and len(received) < len(peers) - 1):
         for peer in list(unsent):
             body = f"{peers[peer].token} {rank}".encode()
             try:
-                own.sendmsg([body], rights, 0, f"\0{peers[peer].name}")
+                own.sendmsg([body], [] if problem else rights, 0, f"\0{peers[peer].name}")
             except BlockingIOError:
                 continue  # its queue is full
             except OSError as error:
-                return f"rank {rank} cannot send to rank {peer}: {errno.errorcode.get(error.errno or 0, str(error))}"
+                if not problem:
+                    problem = f"rank {rank} cannot send to rank {peer}: {errno.errorcode.get(error.errno or 0, str(error))}"
+                    continue  # it may hear of it
             unsent.remove(peer)
         if waiting.poll(_PAUSE_MS):
             _receive(own, peers, rank, received)
+            problem = problem or next((f"rank {peer} cannot send" for peer, found in received.items() if found < 0), "")
         elif comm.heard is not None and (heard := comm.heard()) is not None:
             raise heard
         if time.monotonic() > end:
             missing = [peer for peer in range(len(peers)) if peer != rank and peer not in received]
             raise comm.timeout_error(missing or unsent, _PHASE, _HINT, timeout_s)
-    return ""
+    return problem
 
 
 def _receive(own: socket.socket, peers: Sequence[_Peer], rank: int, received: dict[int, int]) -> None:
-    """Receive one message. A message that is not of a peer is dropped, with its descriptors."""
+    """Receive one message: a peer's descriptor, or none (-1). A message that is not of a peer is dropped, with its descriptors."""
     room = socket.CMSG_SPACE(array.array("i").itemsize) + socket.CMSG_SPACE(_CREDENTIALS.size)
     body, ancillary, flags, _ = own.recvmsg(256, room, socket.MSG_CMSG_CLOEXEC)
     descriptors, sender = array.array("i"), (-1, -1, -1)
@@ -116,15 +120,14 @@ def _receive(own: socket.socket, peers: Sequence[_Peer], rank: int, received: di
             sender = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
     token, _, number = body.partition(b" ")
     peer = int(number) if number.isdigit() and len(number) < 6 else -1
-    is_known = 0 <= peer < len(peers) and peer != rank and peer not in received and len(descriptors) == 1
-    if is_known and not flags & socket.MSG_CTRUNC and secrets.compare_digest(token, peers[rank].token.encode()):
+    is_new = 0 <= peer < len(peers) and peer != rank and peer not in received and len(descriptors) <= 1
+    if is_new and not flags & socket.MSG_CTRUNC and secrets.compare_digest(token, peers[rank].token.encode()):
         pid, uid, _ = sender
         theirs = peers[peer]
         if uid == theirs.uid and (pid == theirs.pid or theirs.pid_namespace != peers[rank].pid_namespace):
-            received[peer] = descriptors[0]
+            received[peer] = descriptors[0] if descriptors else -1
             return
-    for descriptor in descriptors:
-        os.close(descriptor)
+    close_all(descriptors)
 
 
 def _from_processes(comm: Communicator, descriptor: int, timeout_s: float) -> list[int]:
@@ -171,7 +174,8 @@ def _agreed(comm: Communicator, received: dict[int, int], problem: str) -> list[
     try:
         problems = [text for text in comm.allgather(problem) if text]
         if problems:
-            raise EPUnavailableError(f"{problems[0]}; expected ranks that may pass descriptors to each other")
+            first = next((text for text in problems if " to rank " in text), problems[0])  # the others only heard of it
+            raise EPUnavailableError(f"{first}; expected ranks that may pass descriptors to each other")
     except BaseException:
         close_all(received.values())
         raise

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import virtual_gpu
 from mpi4py import MPI
@@ -171,6 +173,44 @@ def check_a_failure_of_one_rank_is_that_of_all(comm: MPI.Intracomm) -> None:
     memory = _allocate(comm, 64)
     _use(comm, memory, 64)
     memory.free()
+
+
+class _NoRoom(socket.socket):
+    """A socket that sends no descriptors: the user has too many on their way."""
+
+    def sendmsg(self, body: Any, ancillary: Any = (), *more: Any) -> int:
+        if ancillary:
+            raise OSError(errno.ETOOMANYREFS, "too many")
+        return super().sendmsg(body, ancillary, *more)
+
+
+def check_a_rank_that_cannot_send(comm: MPI.Intracomm) -> None:
+    """All ranks hear of it at once, and take the next way. If that is closed too, the error names both."""
+    if comm.Get_size() == 1:
+        return
+    last, start = comm.Get_size() - 1, time.monotonic()
+    before = _open()
+    usual, copy = socket.socket, descriptors._copy_out
+    if comm.Get_rank() == last:
+        descriptors.socket.socket = _NoRoom  # type: ignore[misc]
+    try:
+        with raises(EPUnavailableError, f"rank {last} cannot send to rank 0: ETOOMANYREFS"):
+            descriptors.exchange(_communicator(comm), 0, "sockets", LIMIT_S)
+        memory = _allocate(comm, 64)
+        _use(comm, memory, 64)
+        memory.free()
+        if comm.Get_rank() == 0:
+            descriptors._copy_out = _refuse
+        with raises(EPUnavailableError, "ETOOMANYREFS", "rank 0 may not copy descriptors of rank 1: EPERM"):
+            _allocate(comm, 64)
+    finally:
+        descriptors.socket.socket, descriptors._copy_out = usual, copy  # type: ignore[misc]
+    assert time.monotonic() - start < LIMIT_S
+    assert (_open(), GPU.left) == (before, (0, 0, 0))
+
+
+def _refuse(*_: Any) -> int:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
 def check_messages_of_strangers_are_dropped(comm: MPI.Intracomm) -> None:
