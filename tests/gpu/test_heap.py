@@ -7,15 +7,16 @@ import sys
 import time
 
 import pytest
-from gpu_buffers import make, routing
-from launch import environment
-from paths import PROGRAMS
 
-from deepep_rt import EPOutOfMemoryError, EPTimeoutError
-from deepep_rt.cuda import driver
-
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
+torch = pytest.importorskip("torch")
+
+from gpu_buffers import make, routing  # noqa: E402
+from launch import environment  # noqa: E402
+from paths import PROGRAMS  # noqa: E402
+
+from deepep_rt import EPOutOfMemoryError, EPTimeoutError  # noqa: E402
+from deepep_rt.cuda import driver  # noqa: E402
 
 SIZES = dict(num_max_tokens_per_rank=128, hidden=512, num_topk=4)
 
