@@ -13,8 +13,9 @@ from paths import PROGRAMS
 pytest.importorskip("cuda.bindings.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(13, marks=pytest.mark.full)])  # a queue of a socket holds 10 messages
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (1, 3, 13))])
 def test_ranks_share_memory(num_ranks: int) -> None:
+    """A queue of a socket holds 10 messages, so 13 ranks fill it."""
     run_checks(num_ranks, "heap")
 
 

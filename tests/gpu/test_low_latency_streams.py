@@ -41,7 +41,8 @@ def test_two_micro_batches(comm):
                 sums.append(gpu.low_latency_combine(y, idx, weights, sent.handle, return_recv_hook=True))
             for (x, idx, weights, _), back in zip(batches, sums, strict=True):
                 back.hook()
-                same(back.x, both_calls(host, *cpu(x, idx, weights), doubled)[1].x)
+                cx, ci, cw = cpu(x, idx, weights)
+                same(back.x, both_calls(host, cx, ci, cw, doubled)[1].x)
 
 
 def test_concurrent_matrix_products(comm):
@@ -116,7 +117,8 @@ def test_streams(comm):
                 again.hook()
                 again.event.wait()
                 same(again.x, back.x)
-            same(back.x, both_calls(host, *cpu(rows(comm, seed, 60, 1024), idx, weights), doubled)[1].x)
+            cx, ci, cw = cpu(rows(comm, seed, 60, 1024), idx, weights)
+            same(back.x, both_calls(host, cx, ci, cw, doubled)[1].x)
 
 
 def test_two_buffers_in_different_orders(comm):
