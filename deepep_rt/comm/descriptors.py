@@ -1,7 +1,7 @@
 """Pass file descriptors between the ranks of a host.
 
-A descriptor travels beside a message over a Unix socket, or a rank copies it out of the process of its peer. A message counts only if it
-comes from the peer's process and user, and holds the receiver's token, which the ranks have told each other over their communicator.
+A rank sends its descriptor with a message over a Unix socket, or its peer copies the descriptor out of its process. A message counts only
+if the peer's process and user have sent it, and if it holds the receiver's token. The ranks tell each other these over their communicator.
 """
 
 from __future__ import annotations

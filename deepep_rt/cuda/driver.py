@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from cuda.bindings import driver
@@ -202,8 +202,9 @@ def end_of_work() -> CudaEvent:
 
     Drivers before CUDA 12.5 cannot tell it. There the event is after the work of the default stream, which waits for most streams.
     """
-    event = CudaEvent(0)
-    driver.cuCtxRecordEvent(ok(driver.cuCtxGetCurrent()), event.handle)
+    event, context = CudaEvent(0), ok(driver.cuCtxGetCurrent())
+    with suppress(RuntimeError):  # CUDA's bindings raise it if the driver lacks a function
+        driver.cuCtxRecordEvent(context, event.handle)
     return event
 
 

@@ -8,7 +8,6 @@ keeps alive itself.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
@@ -20,7 +19,6 @@ from ..errors import EPError, EPOutOfMemoryError, EPUnavailableError
 from ..network import NetworkOptions
 
 _T = TypeVar("_T")
-_log = logging.getLogger("deepep_rt")
 
 
 def check_available() -> None:

@@ -9,6 +9,7 @@ the same program on GPUs, and `tests/kernels_on_cpu/rounds.py` kernels on the CP
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -141,7 +142,7 @@ def by_buffer(rows: Iterable[Scenario], num_ranks: int) -> Iterator[tuple[dict[s
         yield settings, list(group)
 
 
-class Round:
+class Round(ABC):
     """A run of a scenario. `call` makes the calls of a rank, and `check` compares what they have given it."""
 
     def __init__(self, row: Scenario, config: Config, inputs: list[RankInputs] | None = None) -> None:
@@ -157,11 +158,13 @@ class Round:
             self._kept[key] = make()
         return self._kept[key]
 
+    @abstractmethod
     def call(self, buffer: Buffer, rank: int, put: Put = np.asarray) -> None:
-        raise NotImplementedError
+        """Make the calls of a rank. `put` turns arrays into those of the library that the caller uses."""
 
+    @abstractmethod
     def check(self, rank: int) -> None:
-        raise NotImplementedError
+        """Compare what a rank has got with the oracle, bit for bit."""
 
 
 class ThroughputRound(Round):

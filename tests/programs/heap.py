@@ -78,7 +78,7 @@ def check_every_way(comm: MPI.Intracomm) -> None:
 
 
 def check_groups_of_any_shape(comm: MPI.Intracomm) -> None:
-    """Groups beside each other, of different sizes and numbers of bytes, overlapping, in an order of their own."""
+    """Several groups at once: of different sizes, with some ranks in common, and with ranks in another order."""
     rank, size = comm.Get_rank(), comm.Get_size()
     held = []
     for parts in ([1] * (size - 1), [size - 1], [size // 2], []):

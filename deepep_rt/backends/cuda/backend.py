@@ -22,7 +22,7 @@ from ...cuda.relay_memory import RelayAllocator
 from ...cuda.topology import choose_device
 from ...cuda.transport import SymmetricAllocator, SymmetricMemory
 from ...description import LinkRates
-from ...errors import EPOutOfMemoryError, EPUnavailableError
+from ...errors import EPConfigError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import compiler
 from ...kernels.layout import Layout
 from ...network import Choice, NetworkOptions
@@ -87,7 +87,13 @@ class CudaBackend:
             driver.trim_memory_pool()  # other Buffers of this process may have left free memory there
             free_bytes, arch, name = driver.free_bytes(), compiler.target_arch(), driver.device_name(device)
             allocator.check_available()
-        path, gpus = None, tuple(comm.allgather(f"{name} ({arch})"))
+        path, told = None, comm.allgather((f"{name} ({arch})", _env.symmetric_memory()))
+        gpus, providers = zip(*told, strict=True)
+        if len(set(providers)) > 1:
+            raise EPConfigError(
+                f"DEEPEP_RT_SYMMETRIC_MEMORY is {', '.join(providers)} on ranks 0 to {len(told) - 1}; expected the same on all ranks. Set "
+                f"it for all of them."
+            )
         self._config = config
         if config.has_network:
             measure = None

@@ -22,6 +22,7 @@ from fake_gpu import BASE, Array, FakeCommunicator, FakeGpu, arguments, fake, ma
 from deepep_rt import (
     Buffer,
     EPCacheError,
+    EPConfigError,
     EPDestroyedError,
     EPOutOfMemoryError,
     EPTimeoutError,
@@ -200,6 +201,18 @@ def test_when_memory_is_freed(fake: FakeGpu, make: Any, monkeypatch: pytest.Monk
     answers.clear()
     make().destroy()
     assert (answers, fake.freed.count(BASE)) == ([True, True, True], 1)
+
+
+def test_ranks_with_different_memory_are_refused(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = FakeCommunicator.allgather
+
+    def allgather(self: FakeCommunicator, value: Any) -> list[Any]:
+        told = usual(self, value)
+        return [*told[:-1], (value[0], "heap")] if isinstance(value, tuple) and value[1:] == ("nvshmem",) else told
+
+    monkeypatch.setattr(FakeCommunicator, "allgather", allgather)
+    with pytest.raises(EPConfigError, match="nvshmem, nvshmem, nvshmem, heap on ranks 0 to 3; expected the same on all ranks"):
+        make()
 
 
 def test_a_rank_frees_memory_of_its_own_alone(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
