@@ -10,6 +10,7 @@ from ._version import __version__ as __version__
 from .buffer import Buffer
 from .description import BufferDescription, LinkRates
 from .errors import (
+    EPAsleepError,
     EPCacheError,
     EPCompileError,
     EPConfigError,
@@ -45,6 +46,7 @@ __all__ = [
     "CopyShape",
     "DispatchHandle",
     "DispatchResult",
+    "EPAsleepError",
     "EPCacheError",
     "EPCompileError",
     "EPConfigError",

@@ -844,7 +844,7 @@ class Buffer(SharedByCopies):
         Example:
             >>> buffer.num_sms = 8  # leave more SMs to a matrix product on another stream
         """
-        return self._live().num_sms
+        return self._existing().num_sms
 
     @num_sms.setter
     def num_sms(self, num_sms: int) -> None:
@@ -965,7 +965,7 @@ class Buffer(SharedByCopies):
     @property
     def backend(self) -> str:
         """The backend in use, "cuda" or "host"."""
-        return self._live().name
+        return self._existing().name
 
     def describe(self) -> BufferDescription:
         """Describe the Buffer: ranks, nodes, hosts and GPUs, the transport and the path between nodes with the reasons, what was measured
@@ -982,7 +982,7 @@ class Buffer(SharedByCopies):
             >>> buffer.describe().path
             'hierarchical'
         """
-        return self._live().description
+        return self._existing().description
 
     def check(self) -> None:
         """Raise what the next call would raise: a silent peer, a difference between ranks, or a wrong input.
@@ -1034,12 +1034,74 @@ class Buffer(SharedByCopies):
             >>> counted.dispatch.calls, counted.dispatch.wait_s
             (12, (0.0, 0.0031, 0.0002, 0.0002))
         """
-        backend = self._live()
+        backend = self._existing()
         if not self.config.statistics:
             raise EPInputError(
                 "statistics=False; expected a Buffer that counts its calls. Make it with statistics=True, or set DEEPEP_RT_STATISTICS=1"
             )
         return backend.counters().of_rank(self._rank, time.monotonic() - self._made_at)
+
+    def sleep(self, *, keep_results: bool = False) -> None:
+        """Give the memory of this Buffer back to the GPU, until `wake`. Collective, between calls.
+
+        It waits for all work of this GPU. What stays is about 1 MB, results that lie in memory of their own, and the code of kernels.
+        Addresses do not change: after `wake`, captured CUDA graphs, prepared calls, compiled JAX programs and handles work as before. Until
+        then, do not replay such graphs and do not read results. Results that the caller holds are lost: their arrays exist after `wake`,
+        with undefined contents. Calls of a Buffer that sleeps raise EPAsleepError. `destroy`, `describe` and `statistics` work.
+
+        On the host backend there is no such memory. There it meets the other ranks and refuses calls, and results stay.
+
+        Args:
+            keep_results: Copy the results that the caller holds to host memory, and back in `wake`. Ranks may differ in it.
+
+        Raises:
+            EPUnavailableError: If the memory cannot sleep: it belongs to NVSHMEM, or a relay sends to it. The Buffer stays awake.
+            EPInputError: If a hook is open, a rank is masked, or the stream of the last call is captured in a CUDA graph.
+            EPOutOfMemoryError: On every rank, if the memory of one host does not suffice for what is kept. The Buffer stays awake.
+            EPTimeoutError: If a rank does not call it. EPPeerError, if that rank makes another call.
+            EPAsleepError: If the Buffer sleeps already.
+
+        Example:
+            >>> buffer.sleep()  # on all ranks
+            >>> train_with_all_of_the_memory()
+            >>> buffer.wake()
+            >>> graph.replay()
+        """
+        keeps_results, backend = flag(keep_results, "keep_results"), self._live()
+        lock = self._call_lock
+        with lock:
+            lock.progress.name = "sleep"
+            backend.sleep(keeps_results)
+            lock.fall_asleep()
+
+    def wake(self) -> None:
+        """Take memory again, at the same addresses, after `sleep`. Collective.
+
+        Raises:
+            EPOutOfMemoryError: On every rank, if the GPU of one has too little memory. The Buffer still sleeps: free memory, and call this
+                again on all ranks.
+            EPTimeoutError: If a rank does not call it. The Buffer still sleeps.
+            EPInputError: If the Buffer is awake.
+            EPDestroyedError: After `destroy()`.
+
+        Example:
+            >>> buffer.wake()  # on all ranks, before the first call or replay
+        """
+        lock = self._call_lock
+        with lock.waking():
+            lock.progress.name = "wake"
+            assert self._backend is not None
+            self._backend.wake()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the Buffer sleeps.
+
+        Raises:
+            EPDestroyedError: After `destroy()`.
+        """
+        self._existing()
+        return self._call_lock.is_asleep
 
     def destroy(self, in_touch: bool = True) -> None:
         """Release the memory. Collective; do not use results afterwards. A second call does nothing.
@@ -1081,6 +1143,12 @@ class Buffer(SharedByCopies):
                 process_end.deliver_at_exit(notice)
             _log.warning("a Buffer was dropped without destroy(): its memory stays allocated until the process ends")
             warnings.warn("a Buffer was dropped without destroy(); use `with Buffer(...)`", ResourceWarning, stacklevel=2)
+
+    def _existing(self) -> Backend:
+        """Return the backend, also of a Buffer that sleeps."""
+        self._call_lock.check_exists()
+        assert self._backend is not None
+        return self._backend
 
     def _live(self) -> Backend:
         self._call_lock.check()

@@ -10,6 +10,7 @@
     ├── EPUnavailableError   (RuntimeError)  a GPU, a library or a connection is not available
     ├── EPOutOfMemoryError   (MemoryError)   GPU or host memory is full, or no slot is left for a result
     ├── EPDestroyedError     (RuntimeError)  the Buffer was destroyed
+    ├── EPAsleepError        (RuntimeError)  the Buffer sleeps
     └── EPTimeoutError       (TimeoutError)  a peer did not answer within `timeout_s`; the Buffer is broken
         └── EPPeerError                      a peer left or refused its call, and said why
 """
@@ -59,6 +60,10 @@ class EPOutOfMemoryError(EPError, MemoryError):
 
 class EPDestroyedError(EPError, RuntimeError):
     """The Buffer was destroyed before this call."""
+
+
+class EPAsleepError(EPError, RuntimeError):
+    """The Buffer sleeps (`Buffer.sleep`). Call `wake()` on all ranks first."""
 
 
 class EPTimeoutError(EPError, TimeoutError):

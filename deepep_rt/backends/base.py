@@ -112,6 +112,12 @@ class Backend(Protocol):
     def synchronize(self) -> None:
         """See `Buffer.synchronize`."""
 
+    def sleep(self, keeps_results: bool) -> None:
+        """See `Buffer.sleep`."""
+
+    def wake(self) -> None:
+        """See `Buffer.wake`."""
+
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         """Release everything. `error` is the exception that ends the Buffer, which the other ranks hear of."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from .._finalizers import run_waiting, waiting
 from ..comm.failure_notice import CallProgress, FailureNotice
-from ..errors import EPDestroyedError, EPInputError, EPTimeoutError
+from ..errors import EPAsleepError, EPDestroyedError, EPInputError, EPTimeoutError
 
 
 class CallLock:
@@ -29,6 +29,8 @@ class CallLock:
         """The call that holds the lock. A call sets its name; what all ranks need not make, such as a hook, has none."""
         self.notice: FailureNotice | None = None  # tells the other ranks of calls that this rank refuses
         self._reason = ""  # why every later call is refused
+        self.is_asleep = False
+        """Whether the Buffer sleeps, which is the reason then."""
         self._finish: Callable[[BaseException | None], None] | None = None  # for the running call to execute at its end
         self._interruption: EPDestroyedError | None = None
 
@@ -92,13 +94,40 @@ class CallLock:
             self.check()  # the result belongs to a Buffer that is gone
 
     def check(self) -> None:
-        """Raise EPDestroyedError if the Buffer has ended. A call that waits checks this too."""
+        """Raise EPDestroyedError if the Buffer has ended, and EPAsleepError if it sleeps. A call that waits checks this too."""
         if self._reason:
-            raise EPDestroyedError(self._reason)
+            raise (EPAsleepError if self.is_asleep else EPDestroyedError)(self._reason)
+
+    def check_exists(self) -> None:
+        """Raise EPDestroyedError if the Buffer has ended."""
+        if not self.is_asleep:
+            self.check()
 
     def refuse(self, reason: str) -> None:
-        """Refuse all calls from now on. The first reason stays."""
-        self._reason = self._reason or reason
+        """Refuse all calls from now on: the Buffer has ended. The first reason stays."""
+        if self.is_asleep or not self._reason:
+            self._reason, self.is_asleep = reason, False
+
+    def fall_asleep(self) -> None:
+        """Refuse all calls until `waking`. The caller holds the lock."""
+        if not self._reason:
+            self._reason = "this Buffer sleeps; expected a Buffer that is awake. Call wake() on all ranks before the next call"
+            self.is_asleep = True
+
+    @contextmanager
+    def waking(self) -> Iterator[None]:
+        """Hold the lock of a Buffer that sleeps. After an exception in the block it still sleeps."""
+        with self._lock:  # no other thread may call in between
+            self.check_exists()
+            if not self.is_asleep:
+                raise EPInputError("wake() of a Buffer that is awake; expected sleep() before it. Call both on all ranks")
+            self._reason, self.is_asleep = "", False
+            try:
+                with self:
+                    yield
+            except BaseException:
+                self.fall_asleep()
+                raise
 
     def drain(self, finish: Callable[[BaseException | None], None]) -> None:
         """Run `finish` as soon as no call runs. Call `refuse` first.

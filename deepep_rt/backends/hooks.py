@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +138,16 @@ class Hooks:
         """Raise EPInputError if a call of either kind waits for its hook."""
         for queue in (self.dispatch, self.combine):
             queue.check_none_open(action)
+
+
+def check_can_sleep(hooks: Hooks, masked: Sequence[int]) -> None:
+    """Raise EPInputError if a hook is open or a rank is masked."""
+    hooks.check_none_open("sleep()")
+    if masked:
+        raise EPInputError(
+            f"sleep() while ranks {list(masked)} are masked; expected a Buffer that all its ranks use. Unmask them, or make a new Buffer "
+            f"without them"
+        )
 
 
 class OwnHooks:

@@ -8,16 +8,19 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar, cast
 
 import numpy as np
 
 from ..config import MAX_TIMEOUT_S
-from ..errors import EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
+from ..errors import EPError, EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from .communicator import MEETING_TAG, Communicator, Request
 from .failure_notice import FailureNotice
 from .timed_collectives import format_ranks, wait_all
+
+_T = TypeVar("_T")
 
 _REMINDER_S = 30.0  # time between the warnings of a rank that waits
 _COMPILING_S = 900.0  # limit of a step: one rank may compile all kernels in it
@@ -136,6 +139,41 @@ class Consensus:
     def free(self) -> None:
         """Free the communicator. Collective."""
         self._comm.Free()
+
+
+def agreed(comm: Communicator, step: Callable[[], _T], ranks: Sequence[int] | None = None) -> _T:
+    """Make a step on all ranks, and return its result.
+
+    If it fails on one rank, every rank raises the error of the first such rank: EPOutOfMemoryError or EPUnavailableError, with one text.
+    `ranks` are the numbers of the ranks in messages. Default: those of `comm`.
+    """
+    result, error = None, None
+    try:
+        result = step()
+    except EPError as found:
+        error = found
+    told = comm.allgather(None if error is None else (isinstance(error, EPOutOfMemoryError), str(error)))
+    for rank, failure in enumerate(told):
+        if failure is not None:
+            is_memory, text = failure
+            named = f"rank {ranks[rank] if ranks else rank}: {text}"
+            raise (EPOutOfMemoryError if is_memory else EPUnavailableError)(named) from error
+    return cast("_T", result)
+
+
+def begin_step(comm: Communicator, notice: FailureNotice, timeout_s: float, step: str) -> Communicator:
+    """Meet for a step of all ranks that is no call. Return a communicator for it; `release` it at the end.
+
+    `step` is the name of the method. A rank that makes a call instead hears of it, and so do the others.
+
+    Raises:
+        EPTimeoutError: if a rank does not arrive.
+        EPPeerError: if a rank makes a call instead, or has left.
+    """
+    notice.go_elsewhere(step, f"it called {step}(), and waits for all ranks to call it")
+    met = comm.meet(timeout_s, step, _ALL_CALL)
+    notice.come_back()
+    return met
 
 
 def timed_allgather(comm: Communicator, values: Sequence[int], timeout_s: float, phase: str, hint: str) -> list[list[int]]:

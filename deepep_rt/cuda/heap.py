@@ -8,17 +8,14 @@ keeps alive itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeVar
 
 from ..comm import descriptors
 from ..comm.communicator import Communicator
-from ..comm.consensus import Consensus
-from ..errors import EPError, EPOutOfMemoryError, EPUnavailableError
+from ..comm.consensus import Consensus, agreed
+from ..errors import EPOutOfMemoryError, EPUnavailableError
 from ..network import NetworkOptions
-
-_T = TypeVar("_T")
 
 
 def check_available() -> None:
@@ -53,7 +50,7 @@ class HeapMemory:
     """
 
     consensus: Consensus | None = None
-    is_local = True
+    is_local = can_sleep = True
 
     def __init__(
         self,
@@ -101,11 +98,11 @@ class HeapMemory:
         unit = max(group.allgather(self._unit))
         size = -(-self._num_bytes // unit) * unit
         with ExitStack() as handles:
-            own, mine = _agreed(group, functools.partial(_create, size, self._device, handles))
+            own, mine = agreed(group, functools.partial(_create, size, self._device, handles), here)
             theirs = _exchange(group, mine, timeout_s)
             handles.callback(descriptors.close_all, theirs)
 
-            def attach() -> bool:
+            def attach() -> None:
                 if not self._addresses:
                     base = virtual_memory.reserve(size * len(theirs), unit)
                     self._range.callback(virtual_memory.free_range, base, size * len(theirs))
@@ -123,9 +120,8 @@ class HeapMemory:
                             f"expected peer access (NVLink or PCIe) between all GPUs of a host"
                         ) from error
                     self._mappings.callback(virtual_memory.unmap, self._addresses[peer], size)
-                return True
 
-            _agreed(group, attach)
+            agreed(group, attach, here)
 
     def sleep(self) -> None:
         """Unmap the memory of all ranks. The addresses stay. No work of the GPU may use them until `wake`."""
@@ -152,20 +148,6 @@ class HeapMemory:
 allocate = HeapMemory
 
 
-def _agreed(group: Communicator, step: Callable[[], _T]) -> _T:
-    """Make a step. Raise on every rank if it fails on one: the same kind of error with the same text."""
-    result, error = None, None
-    try:
-        result = step()
-    except EPError as found:
-        error = found
-    told = group.allgather(None if error is None else (isinstance(error, EPOutOfMemoryError), str(error)))
-    for is_memory, text in filter(None, told):
-        raise (EPOutOfMemoryError if is_memory else EPUnavailableError)(text) from error
-    assert result is not None
-    return result
-
-
 def _create(size: int, device: int, handles: ExitStack) -> tuple[int, int]:
     """Create this rank's physical memory. Return its handle and a descriptor of it."""
     from . import virtual_memory
@@ -174,7 +156,7 @@ def _create(size: int, device: int, handles: ExitStack) -> tuple[int, int]:
         own = virtual_memory.create(size, device)
     except EPOutOfMemoryError as error:
         raise EPOutOfMemoryError(
-            f"a GPU has no {size / 1e9:.2f} GB of memory for a Buffer ({error}). See Buffer.size_hint."
+            f"the GPU has no {size / 1e9:.2f} GB of memory for a Buffer ({error}). See Buffer.size_hint."
         ) from error
     handles.callback(virtual_memory.release, own)
     descriptor = virtual_memory.export(own)

@@ -219,7 +219,7 @@ class NvshmemMemory:
         EPTimeoutError: if a rank of the runtime does not come.
     """
 
-    is_local = False
+    is_local = can_sleep = False
 
     def __init__(
         self,

@@ -76,6 +76,13 @@ class Pool:
             return self._allocate_in_capture(num_bytes, stream, reader, graph)
         return self._allocate(num_bytes, stream, reader)
 
+    def in_use(self) -> list[tuple[int, int]]:
+        """Return the parts that the program or a captured graph holds: the address and the bytes of each."""
+        self._merge_released()
+        begins = [0, *(end for _, end in self._free)]
+        ends = [*(begin for begin, _ in self._free), self.num_bytes]
+        return [(self.base + begin, end - begin) for begin, end in zip(begins, ends, strict=True) if begin < end]
+
     def _allocate_in_capture(self, num_bytes: int, stream: int, reader: int | None, graph: CapturedGraph) -> Block | None:
         if self._captured is None:
             self._captured = Pool(self.base, 0, self._cell)

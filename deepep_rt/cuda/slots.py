@@ -11,19 +11,22 @@ from .._finalizers import finalize
 from ..errors import EPOutOfMemoryError
 from . import driver
 from .captured_graph import CapturedGraph
+from .local_heap import LocalHeap
 from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker, is_done, is_only_on, with_events
 
 
 class Slots:
-    """Slots of equal size in plain device memory. More are allocated when all are in use. `destroy` frees all of them.
+    """Slots of equal size in device memory. More are allocated when all are in use. `destroy` frees all of them.
+
+    Their memory is that of `heap`, which frees it as a whole. Default: memory of the driver.
 
     Work on a stream should not wait for another stream whose work still uses a slot: two Buffers could then wait for each other. So more
     slots are also allocated while others are busy, up to twice as many as the program has held at once.
     """
 
-    def __init__(self, num_bytes: int, count: int) -> None:
-        self._num_bytes = num_bytes
-        self._memory = [driver.allocate(num_bytes) for _ in range(count)]
+    def __init__(self, num_bytes: int, count: int, heap: LocalHeap | None = None) -> None:
+        self._num_bytes, self._heap = num_bytes, heap
+        self._memory = [self._allocate() for _ in range(count)]
         self._free: deque[tuple[int, PendingWork]] = deque((ptr, ()) for ptr in self._memory)
         self._most_held = self._num_usual = count  # slots that the program has held at once, and slots that captures do not have
         self._tracker = StreamTracker()
@@ -65,8 +68,11 @@ class Slots:
                 return self._grow()
         return self._free.popleft()
 
+    def _allocate(self) -> int:
+        return driver.allocate(self._num_bytes) if self._heap is None else self._heap.allocate(self._num_bytes)
+
     def _grow(self) -> tuple[int, PendingWork]:
-        ptr = driver.allocate(self._num_bytes)
+        ptr = self._allocate()
         self._memory.append(ptr)
         self._num_usual += 1
         return ptr, ()
@@ -90,9 +96,15 @@ class Slots:
         """Take back a slot that `streams` used, with the work that was pending before them."""
         self._free.append((ptr, self._tracker.record(streams, pending)))
 
+    def in_use(self) -> list[tuple[int, int]]:
+        """Return the slots that the program or a captured graph holds: the address and the bytes of each."""
+        free = {ptr for ptr, _ in self._free}
+        return [(ptr, self._num_bytes) for ptr in self._memory if ptr not in free]
+
     def destroy(self) -> None:
-        for ptr in self._memory:
-            driver.free(ptr)
+        if self._heap is None:
+            for ptr in self._memory:
+                driver.free(ptr)
 
 
 class Slot(Allocation):

@@ -193,7 +193,7 @@ class StreamPool:
             ptr = driver.allocate_async(num_bytes, stream)
         return StreamMemory(self._tracker, ptr, stream, reader)
 
-    def destroy(self) -> None:
+    def trim(self) -> None:
         """Return unused memory to the driver."""
         _free_deferred(0)
         driver.trim_memory_pool()

@@ -114,6 +114,10 @@ class SymmetricMemory(Protocol):
         """Whether a rank may free its region while other ranks still use theirs, and write to this one."""
 
     @property
+    def can_sleep(self) -> bool:
+        """Whether the region can give its memory back and keep its addresses: it is `heap.HeapMemory`."""
+
+    @property
     def consensus(self) -> Consensus | None:
         """Agreement with ranks outside of the Buffer that allocated the region too; None if there are none."""
 

@@ -29,6 +29,11 @@ SIZES = {
 }
 
 
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (1, 4))])
+def test_buffers_that_sleep(num_ranks: int) -> None:
+    run_checks(num_ranks, "sleeping")
+
+
 @pytest.mark.parametrize("program", SIZES)
 def test_program_on_two_ranks(program: str) -> None:
     run_checks(2, program)

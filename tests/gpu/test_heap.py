@@ -131,12 +131,12 @@ def test_sleep_and_wake(comm):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = step()
-        backend, least = buffer._backend, buffer._backend.runtime.layout.symmetric.num_bytes
+        least = buffer._backend.runtime.layout.symmetric.num_bytes
         for cycle in range(20):
             awake = _free_bytes(comm)
-            backend.sleep()
+            buffer.sleep()
             assert _free_bytes(comm) - awake >= 0.9 * least, "the memory of all ranks is free"
-            backend.wake()
+            buffer.wake()
             for part in captured:
                 part.fill_(7.0)
             for _ in range(cycle % 3 + 1):
@@ -146,6 +146,48 @@ def test_sleep_and_wake(comm):
             again = prepared.dispatch()
             assert torch.equal(prepared.combine(again.recv_x).x, wanted[0]), cycle
             _use(buffer, comm, cycle)
+
+
+def _checks():
+    try:
+        import sleeping
+    except ImportError:  # without MPI, pytest only collects these tests
+        return []
+    return [check for name, check in vars(sleeping).items() if name.startswith("check_")]
+
+
+@pytest.mark.parametrize("check", _checks())
+def test_buffers_that_sleep(check, comm, monkeypatch):
+    """The checks of the host backend, with arrays of NumPy."""
+    import spmd
+
+    monkeypatch.setattr(spmd, "backend", "cuda")
+    assert spmd.run_check(check, comm)
+
+
+def test_kept_results(comm):
+    """In the pool, and of low-latency calls. Results that are not kept have other contents, and the memory of all ranks is free."""
+    size = comm.Get_size()
+    with _group_buffer(comm) as buffer:
+        idx, _ = routing(comm, 3, 100, 4, 8 * size)
+        x = torch.randn(100, 512, device="cuda").bfloat16()
+        weights = torch.rand(idx.shape, device="cuda")
+        sent = buffer.dispatch(x, idx, weights)
+        back = buffer.combine(sent.recv_x, sent.handle)
+        quick = buffer.low_latency_dispatch(x, idx, topk_weights=weights, use_fp8=False)
+        parts = [sent.recv_x, sent.recv_topk_idx, back.x, quick.recv_x]
+        wanted = [part.clone() for part in parts]
+        for _ in range(3):
+            buffer.sleep(keep_results=True)
+            filler = torch.full((1 << 28,), 3, dtype=torch.uint8, device="cuda")  # takes the pages that came free
+            del filler
+            torch.cuda.empty_cache()
+            buffer.wake()
+            for got, want in zip(parts, wanted, strict=True):
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+            again = buffer.low_latency_combine(quick.recv_x, idx, weights, quick.handle)
+            _use(buffer, comm)
+            del again
 
 
 def test_nvshmem_is_not_loaded(comm):

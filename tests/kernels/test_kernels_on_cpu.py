@@ -17,7 +17,7 @@ from deepep_rt.backends.cuda import expert_rows
 from deepep_rt.cuda import driver
 from deepep_rt.kernels import tuning
 from tests.kernels_on_cpu import compiler
-from tests.kernels_on_cpu.device_arrays import array_at
+from tests.kernels_on_cpu.device_arrays import DeviceArray, array_at
 from tests.kernels_on_cpu.machine import Machine
 from tests.kernels_on_cpu.rounds import (
     COMPRESSED,
@@ -25,6 +25,7 @@ from tests.kernels_on_cpu.rounds import (
     LOW_LATENCY,
     THROUGHPUT,
     LowLatencyRound,
+    assert_same,
     broken,
     compressed_low_latency_rounds,
     compressed_rounds,
@@ -205,6 +206,49 @@ def test_expert_rows_of_a_lost_rank():
         assert np.isnan(x[: offsets[-1]].astype(np.float32)).all()
         with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1"):
             dispatch(0)
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_sleep(seed):
+    """Memory loses its contents meanwhile. Handles and prepared calls of before give the same bits after it, and calls go on."""
+    sizes = {**THROUGHPUT, "hidden": 256, "low_latency": True, "low_latency_sms": 2}
+    with Machine(3, seed, weak_memory=seed == 1, can_sleep=True) as machine:
+        buffers = machine.buffers(**sizes)
+        inputs = inputs_of(buffers[0].config, seed)
+        steps, arrays = [], []
+        for rank, buffer in enumerate(buffers):
+            x, idx, weights = (machine.put(rank, getattr(inputs[rank], name)) for name in ("x", "topk_idx", "topk_weights"))
+            steps.append(buffer.prepare_throughput(x, buffer.dispatch(x, idx, num_worst_tokens=120).handle))
+            arrays.append((x, idx, weights))
+        low_latency = inputs[0].x.shape[0] and all(one.topk_weights is not None for one in inputs)
+        quick = (
+            [buffer.prepare_low_latency(*given, use_fp8=False) for buffer, given in zip(buffers, arrays, strict=True)]
+            if low_latency
+            else []
+        )
+
+        def run(rank):
+            sent = steps[rank].dispatch()
+            rows = DeviceArray(rank, sent.views["x"].ptr, sent.views["x"].shape, "bfloat16")
+            back = steps[rank].combine(rows).views["x"]
+            views = quick[rank].dispatch().views["x"]
+            return back, quick[rank].combine(DeviceArray(rank, views.ptr, views.shape, "bfloat16")).views["x"]
+
+        def values():
+            found = machine.each_rank(run)
+            return [[array_at(view.ptr, view.shape, view.dtype).copy() for view in views] for views in found]
+
+        wanted = values()
+        for cycle in range(3):
+            for step in ("sleep", "wake"):
+                for buffer in buffers:
+                    getattr(buffer, step)()
+            if cycle % 2:
+                throughput_rounds(machine, buffers, seed + cycle, 2)
+                low_latency_rounds(machine, buffers, seed + cycle, 2)
+            for got, want in zip(values(), wanted, strict=True):
+                for one, other in zip(got, want, strict=True):
+                    assert_same(one, other)
 
 
 def test_kernels_overlap():

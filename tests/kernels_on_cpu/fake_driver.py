@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
@@ -59,6 +60,7 @@ class FakeDriver:
         self.current_rank = 0  # the rank whose Buffer is made or called
         self.symmetric: list[int] = []  # addresses of the symmetric memory of the Buffers that are being made
         self.transport = "nvshmem"  # between nodes
+        self.can_sleep = False  # the memory of the Buffers that are being made
         self.numbers = itertools.count(1000)  # of streams and events
         self.events: dict[int, tuple[Stream, int]] = {}
         self._archs, self._cuda_src, self._weak_memory = archs, cuda_src, weak_memory
@@ -83,8 +85,13 @@ class FakeDriver:
         patch(launch, "driver", launcher)
         patch(monitor, "os", SimpleNamespace(sched_yield=self.pause))
         clock = SimpleNamespace(sleep=lambda seconds: self.pause(), monotonic=lambda: self.gpus.clock_s)
-        for module in (monitor, runtime):  # limits count the time of the simulated GPUs, so that a busy machine changes nothing
+        for module in (
+            monitor,
+            runtime,
+            cuda_backend,
+        ):  # limits count the time of the simulated GPUs, so that a busy machine changes nothing
             patch(module, "time", clock)
+        patch(runtime, "LocalHeap", functools.partial(_LocalHeap, gpus=self.gpus))
         patch(launch, "load", self._load)
         patch(jit_compiler, "target_arch", lambda: self._archs[self.current_rank])
         patch(jit_compiler, "gpu_context", lambda: id(self))
@@ -123,6 +130,9 @@ class FakeDriver:
             "wait_event": self._wait_event,
             "wait_stream": self._wait_stream,
             "synchronize": self._synchronize,
+            "synchronize_all": lambda: None,
+            "end_of_work": lambda: _Event(self, 0),
+            "write_int32_now": lambda ptr, value: ctypes.memmove(ptr, ctypes.byref(ctypes.c_int32(value)), 4),
             "fill": lambda ptr, byte, num_bytes: ctypes.memset(ptr, byte, num_bytes),
             "copy_async": self._copy,
             "allocate": gpus.allocate,
@@ -201,13 +211,38 @@ class _Context:
     def __exit__(self, *_: object) -> None: ...
 
 
+def _lose(ptr: int, num_bytes: int) -> None:
+    """Let memory have undefined contents: small numbers, which flags of later calls may be."""
+    words = np.frombuffer((ctypes.c_char * num_bytes).from_address(ptr), np.uint8)[: num_bytes // 4 * 4].view(np.uint32)
+    words[:] = np.random.default_rng(num_bytes).integers(0, 16, words.size)
+
+
+class _LocalHeap:
+    """Memory of one rank that loses its contents while it sleeps. It lives as long as the machine."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus, self._parts, self.free = gpus, list[tuple[int, int]](), lambda: None
+
+    def allocate(self, num_bytes: int) -> int:
+        ptr = self._gpus.allocate(num_bytes)
+        self._parts.append((ptr, num_bytes))
+        return ptr
+
+    def sleep(self) -> None:
+        for part in self._parts:
+            _lose(*part)
+
+    def wake(self) -> None: ...
+
+
 class _SymmetricMemory:
     """Symmetric memory of the Buffers of all ranks, which the first rank allocates."""
 
     consensus = None
-    is_local = False
 
     def __init__(self, fake: FakeDriver, comm: Any, num_bytes: int, timeout_s: float, node_size: int, *_: object) -> None:
+        self.is_local = self.can_sleep = fake.can_sleep
+        self._num_bytes = num_bytes
         if not fake.symmetric:
             fake.symmetric, allocation = [fake.gpus.allocate(num_bytes) for _ in range(fake.num_ranks)], next(fake.numbers)
             for rank, ptr in enumerate(fake.symmetric):
@@ -221,4 +256,8 @@ class _SymmetricMemory:
     def all_free(self, sound: bool, timeout_s: float | None) -> bool:
         return sound
 
+    def sleep(self) -> None:
+        _lose(self.ptr, self._num_bytes)
+
+    def wake(self, comm: Any, timeout_s: float) -> None: ...
     def free(self) -> None: ...  # peers may still write there, so it lives as long as the machine

@@ -59,6 +59,7 @@ class Machine(AbstractContextManager):
         cuda_src: The folder of the kernels; None: that of the package.
         weak_memory: Delay stores in the memory of other GPUs, in any order that releases and fences allow.
         transport: The transport between nodes, "nvshmem" or "mpi".
+        can_sleep: Whether Buffers can sleep. Their memory has undefined contents then.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Machine(AbstractContextManager):
         cuda_src: Path | None = None,
         weak_memory: bool = False,
         transport: str = "nvshmem",
+        can_sleep: bool = False,
     ) -> None:
         self.num_ranks = num_ranks
         self.first_put = 0
@@ -80,7 +82,7 @@ class Machine(AbstractContextManager):
         self._driver = FakeDriver(
             self._gpus, [arch] * num_ranks if isinstance(arch, str) else arch, cuda_src, weak_memory, self._pause
         )
-        self._driver.transport = transport
+        self._driver.transport, self._driver.can_sleep = transport, can_sleep
         self._num_idle_pauses = 0  # of the host, since work was queued
         self._buffers: list[Buffer] = []
         self._patches = pytest.MonkeyPatch()

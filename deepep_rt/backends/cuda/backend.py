@@ -14,9 +14,10 @@ from ... import _env
 from ..._finalizers import run_waiting
 from ...arrays.view import HOST, View
 from ...comm.communicator import Communicator
-from ...comm.consensus import Consensus
+from ...comm.consensus import Consensus, agreed, begin_step
 from ...config import MAX_NODES, Config
 from ...cuda import driver, nvshmem
+from ...cuda.local_heap import LocalHeap, SavedMemory
 from ...cuda.nics import line_rate, list_nics
 from ...cuda.relay_memory import RelayAllocator
 from ...cuda.topology import choose_device
@@ -33,7 +34,7 @@ from .. import saved_tunings
 from ..agreement import announce
 from ..base import BufferInfo, Call, LowLatencyPreparation, PreparedCalls, ThroughputPreparation
 from ..call_lock import CallLock
-from ..hooks import OrdinaryLowLatency, OrdinaryThroughput
+from ..hooks import OrdinaryLowLatency, OrdinaryThroughput, check_can_sleep
 from ..path_choice import AgreedPath, Measure, agree_on_path, describe, usual_rates
 from .autotune import autotune
 from .expert_rows import ExpertRows
@@ -119,6 +120,7 @@ class CudaBackend:
         _check_free_memory(layout, all_free_bytes)
         self._memory = self._allocate(allocator, layout.symmetric.num_bytes, network)
         self._frees_alone = self._memory.is_local and not config.has_relay  # the relay of a peer may still send here
+        self._saved = SavedMemory(())  # what a sleep keeps
         self._resources = ExitStack()
         self._resources.callback(self._memory.free)
         try:
@@ -271,37 +273,55 @@ class CudaBackend:
         assert stream is not None
         driver.copy_async(out.ptr, source, out.nbytes, stream)
 
-    def sleep(self) -> None:
-        """Give the symmetric memory back to the GPU. Collective. Results in it are lost; captured graphs and prepared calls are not."""
-        memory = self._own_memory()
-        self.runtime.synchronize()
-        if not self._stops_in_time(True):
-            raise EPUnavailableError(
-                "the GPU does not end its work; expected no work that uses this Buffer. Wait for captured graphs."
-            )
-        memory.sleep()
-        self._all_ranks("let their Buffer sleep")
+    @whole_call("kPhaseDispatchRows")
+    def sleep(self, keeps_results: bool) -> None:
+        """Give memory back to the GPU; see `Buffer.sleep`. The kernels' State and the status page stay."""
+        memory, heap = self._memory_that_sleeps()
+        runtime = self.runtime
+        check_can_sleep(self.low_latency.hooks, self.masked_ranks())
+        with self.context:
+            runtime.order.check_not_captured("sleep()")
+            runtime.synchronize()
+            met = begin_step(self.comm, self._monitor.failure_notice, self._config.timeout_s, "sleep")
+            if not self._stops_in_time(True):
+                raise EPUnavailableError("the GPU does not end its work; expected that it ends. Wait for the program's own work.")
+            driver.synchronize_all()
+            parts = runtime.in_use(with_results=keeps_results)
+            if keeps_results:
+                parts += self.throughput.results.in_use()
+            self._saved = agreed(met, functools.partial(SavedMemory, parts))
+            met.release()
+            memory.sleep()
+            heap.sleep()
+            runtime.stream_pool.trim()
 
+    @whole_call("kPhaseDispatchRows")
     def wake(self) -> None:
-        """Take memory again, at the same addresses. Collective."""
-        self._own_memory().wake(self.comm, self._config.timeout_s)
-        self.runtime.clear_flags()
-        if self._config.low_latency:
-            self.low_latency.clear_inboxes()
-        driver.synchronize(0)
-        self._all_ranks("wake their Buffer")  # a peer may write only after all ranks have cleared their flags
+        """Take memory again, at the same addresses; see `Buffer.wake`. After an error, which is that of all ranks, the Buffer sleeps."""
+        memory, heap = self._memory_that_sleeps()
+        self._monitor.check_peers()
+        with self.context, ExitStack() as undone:
+            met = begin_step(self.comm, self._monitor.failure_notice, self._config.timeout_s, "wake")
+            undone.callback(heap.sleep)
+            agreed(met, heap.wake)
+            memory.wake(self.comm, self._config.timeout_s)
+            undone.callback(memory.sleep)
+            self.runtime.clear_flags()
+            if self._config.low_latency:
+                self.low_latency.clear_inboxes()
+            self._saved.restore()
+            agreed(met, functools.partial(driver.synchronize, 0))  # peers write only after all ranks have cleared their flags
+            met.release()
+            undone.pop_all()
+        self._saved = SavedMemory(())
 
-    def _own_memory(self) -> HeapMemory:
-        if not self._frees_alone:
+    def _memory_that_sleeps(self) -> tuple[HeapMemory, LocalHeap]:
+        if self.runtime.local_heap is None or not self._frees_alone:
             raise EPUnavailableError(
                 "the memory of this Buffer belongs to NVSHMEM or a relay; expected memory that can sleep. Set "
                 "DEEPEP_RT_SYMMETRIC_MEMORY=heap on all ranks of one host."
             )
-        return cast("HeapMemory", self._memory)
-
-    def _all_ranks(self, action: str) -> None:
-        if not self._consensus.all_ok(True, action, self._config.timeout_s):
-            raise self._consensus.timeout_error()
+        return cast("HeapMemory", self._memory), self.runtime.local_heap
 
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         """Release everything, if all ranks can. `error` is the exception that ends the Buffer; the other ranks hear of it.

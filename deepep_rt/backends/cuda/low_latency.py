@@ -56,7 +56,8 @@ class LowLatencyKernels:
     def __init__(self, runtime: CudaRuntime, archs: Sequence[str]) -> None:
         self._runtime, self._config = runtime, runtime.config
         config, layout = runtime.config, runtime.layout
-        self.handles = runtime.slots(layout.low_latency_handle.num_bytes, layout.num_handles if config.low_latency else 0)
+        num_handles = layout.num_handles if config.low_latency else 0
+        self.handles = runtime.slots(layout.low_latency_handle.num_bytes, num_handles, are_tables=True)
         self._formats = {
             (use_fp8, use_ue8m0): RowFormat(runtime, use_fp8, use_ue8m0)
             for use_fp8, use_ue8m0 in ((False, False), (True, False), (True, True))

@@ -101,6 +101,10 @@ class ResultMemory:
         """How much of the pool of dispatch is in use."""
         return PoolUse(self.pool.used_bytes, self._most_bytes_in_use, self.pool.num_bytes, self._num_copies)
 
+    def in_use(self) -> list[tuple[int, int]]:
+        """Return the parts of the pools that the program or a captured graph holds: the address and the bytes of each."""
+        return [*self.pool.in_use(), *self._sums.in_use()]
+
     def no_rows(self) -> Reservation:
         """Return the place of a result that gets no rows. It needs no room in the pool."""
         return Reservation(self._offsets["landing"], None)
@@ -260,5 +264,5 @@ class CallMemory:
             return self._runtime.stream_pool.allocate(num_bytes, call.stream, reader)
         num_bytes = max(num_bytes, 1)
         if num_bytes not in self._slots:
-            self._slots[num_bytes] = self._runtime.slots(num_bytes)
+            self._slots[num_bytes] = self._runtime.slots(num_bytes, are_tables=True)  # also those of rows by expert
         return self._slots[num_bytes].acquire(call.stream, reader, call.capture)

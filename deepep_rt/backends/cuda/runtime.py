@@ -15,6 +15,7 @@ from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
 from ...config import STAGE_BYTES
 from ...cuda import driver
+from ...cuda.local_heap import LocalHeap
 from ...cuda.slots import Slots
 from ...cuda.stream_tracking import StreamPool
 from ...cuda.transport import SymmetricMemory
@@ -106,6 +107,12 @@ class CudaRuntime:
         self.is_destroyed = False
         self.launchers: dict[tuple[str, str | None], Launcher] = {}
         self._launches: dict[str, list[int]] = {}
+        self._slots: list[tuple[Slots, bool]] = []  # whether they are tables
+        self.local_heap: LocalHeap | None = None
+        """The memory of slots, if the Buffer can sleep."""
+        if memory.can_sleep:
+            self.local_heap = LocalHeap()
+            resources.callback(self.local_heap.free)
         self.purposes = Purposes()
         self.arch, self._resources = arch, resources
         self._allows_overlap = True
@@ -126,7 +133,7 @@ class CudaRuntime:
         self.order = CallOrder(self.device, self.context, self.monitor.check)
         resources.callback(driver.release_stream, self.order.own_stream)
         self.stream_pool = StreamPool()
-        resources.callback(self.stream_pool.destroy)
+        resources.callback(self.stream_pool.trim)
 
     def address_of_region(self, name: str) -> int:
         """Address of a region of symmetric memory on this rank."""
@@ -140,12 +147,20 @@ class CudaRuntime:
         driver.fill(self.state, 0, self.layout.local.offsets["statistics"])
         for launches in self._launches.values():
             launches[0] = 0
+        self.purposes.forget_launches()
 
-    def slots(self, num_bytes: int, count: int = 0) -> Slots:
-        """Make Slots that live as long as the Buffer."""
-        slots = Slots(num_bytes, count)
+    def slots(self, num_bytes: int, count: int = 0, *, are_tables: bool = False) -> Slots:
+        """Make Slots that live as long as the Buffer. `are_tables`: a handle needs their contents, also after a sleep."""
+        slots = Slots(num_bytes, count, self.local_heap)
         self._resources.callback(slots.destroy)
+        self._slots.append((slots, are_tables))
         return slots
+
+    def in_use(self, *, with_results: bool) -> list[tuple[int, int]]:
+        """Return the slots that the program or a captured graph holds: the address and the bytes of each. All tables, and with
+        `with_results` all others too.
+        """
+        return [part for slots, are_tables in self._slots if are_tables or with_results for part in slots.in_use()]
 
     def load(self, kernels: Sequence[tuple[str, str | None]]) -> None:
         """Load kernels, each a name and a dtype. If one is not in the cache, the kernels after it are compiled at the same time."""

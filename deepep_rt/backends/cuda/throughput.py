@@ -81,9 +81,9 @@ class RowMover(ABC):
         """SMs of the next calls."""
         self._runtime, self._order, self._monitor = runtime, runtime.order, runtime.monitor
         self._config, self._layout, self._unavailable = config, layout, unavailable
-        self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles)
+        self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles, are_tables=True)
         self._counts_offsets, self._landing = layout.counts.offsets, runtime.regions.offsets["landing"]
-        self.counts = runtime.slots(layout.counts.num_bytes, layout.num_handles)
+        self.counts = runtime.slots(layout.counts.num_bytes, layout.num_handles, are_tables=True)
         """Memory for the counts of dispatches with a handle."""
         self.results = ResultMemory(
             runtime.memory.ptr,

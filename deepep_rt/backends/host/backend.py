@@ -20,7 +20,7 @@ import numpy as np
 from ...arrays.host_memory import fp8_rows
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
-from ...comm.consensus import COPY_CEILING, agree_on_measurement
+from ...comm.consensus import COPY_CEILING, agree_on_measurement, begin_step
 from ...config import Config
 from ...description import BufferDescription
 from ...errors import EPError, EPOutOfMemoryError, EPUnavailableError
@@ -39,7 +39,7 @@ from ..base import (
     ThroughputPreparation,
 )
 from ..call_lock import CallLock
-from ..hooks import Hooks, OrdinaryLowLatency, OrdinaryThroughput
+from ..hooks import Hooks, OrdinaryLowLatency, OrdinaryThroughput, check_can_sleep
 from ..overflow import OverflowLog
 from ..purposes import Purposes
 from .expert_rows import ExpertRows
@@ -137,6 +137,20 @@ class HostBackend:
     def masked_ranks(self) -> list[int]:
         """The ranks that low-latency calls exclude, ascending."""
         return self._channel.masked
+
+    def sleep(self, keeps_results: bool) -> None:
+        """Meet the other ranks; see `Buffer.sleep`. There is no memory of a GPU to give back, and results stay."""
+        check_can_sleep(self._hooks, self._channel.masked)
+        self._meet("sleep")
+
+    def wake(self) -> None:
+        """Meet the other ranks; see `Buffer.wake`."""
+        self._meet("wake")
+
+    def _meet(self, step: str) -> None:
+        assert self._comm is not None
+        self._channel.check()
+        begin_step(self._comm, self._channel.failure_notice, self._config.timeout_s, step).release()
 
     def check(self) -> None:
         """Raise what a call would raise; see `Buffer.check`."""

@@ -1,0 +1,112 @@
+"""`Buffer.sleep` and `wake` of the CUDA backend: what they refuse, and the order of their steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
+
+from fake_gpu import FakeGpu, arguments, fake, make, routed
+
+from deepep_rt import EPAsleepError, EPInputError, EPOutOfMemoryError, EPUnavailableError
+from deepep_rt.backends.cuda import runtime
+from deepep_rt.cuda import driver, nvshmem
+
+__all__ = ["fake", "make"]
+
+
+@pytest.fixture
+def steps(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give Buffers memory that sleeps. Return the steps of both memories, and requests of interest."""
+
+    class LocalHeap:
+        allocate, wake_error = staticmethod(fake.allocate), None
+
+        def sleep(self) -> None:
+            fake.requests.append("local sleeps")
+
+        def wake(self) -> None:
+            if LocalHeap.wake_error:
+                raise LocalHeap.wake_error
+            fake.requests.append("local wakes")
+
+        def free(self) -> None:
+            fake.requests.append("local is freed")
+
+    monkeypatch.setattr(runtime, "LocalHeap", LocalHeap)
+    memory = nvshmem.allocate
+    monkeypatch.setattr(memory, "is_local", True)
+    monkeypatch.setattr(memory, "can_sleep", True)
+    monkeypatch.setattr(memory, "sleep", lambda self: fake.requests.append("memory sleeps"), raising=False)
+    monkeypatch.setattr(memory, "wake", lambda self, comm, timeout_s: fake.requests.append("memory wakes"), raising=False)
+    monkeypatch.setattr(driver, "synchronize_all", lambda: fake.requests.append("synchronize_all"))
+    monkeypatch.setattr(memory, "local_heap", LocalHeap, raising=False)
+    return fake.requests
+
+
+def test_work_ends_before_memory_goes(steps: list[str], fake: FakeGpu, make: Any) -> None:
+    """The tables of handles are kept, and results only if the program asks for it."""
+    buffer = make(low_latency=True)
+    fake.on_launch = routed(buffer, 20, [1] * 8)
+    sent = buffer.dispatch(*arguments(fake))
+    tables = {sent.handle.routing.ptr}
+    for keeps in (False, True):
+        steps.clear()
+        fake.copies.clear()
+        buffer.sleep(keep_results=keeps)
+        saved = {source: source + num_bytes for _, source, num_bytes in fake.copies}
+        assert tables <= saved.keys()
+        assert any(begin <= sent.recv_x.ptr < end for begin, end in saved.items()) == keeps
+        end = [steps.index(name) for name in ("end_of_work", "synchronize_all", "memory sleeps", "local sleeps")]
+        assert end == sorted(end)
+        assert "trim_memory_pool" in steps
+        steps.clear()
+        fake.copies.clear()
+        buffer.wake()
+        assert {to for to, _, _ in fake.copies} == saved.keys()
+        end = [steps.index(name) for name in ("local wakes", "memory wakes", "fill", "copy_async")]
+        assert end == sorted(end)
+    steps.clear()
+    buffer.destroy()
+    assert "local is freed" in steps
+
+
+def test_it_sleeps_on_without_memory(steps: list[str], make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = make()
+    buffer.sleep()
+    heap = nvshmem.allocate.local_heap  # type: ignore[attr-defined]
+    heap.wake_error = EPOutOfMemoryError("the CUDA driver reports CUDA_ERROR_OUT_OF_MEMORY")
+    steps.clear()
+    with pytest.raises(EPOutOfMemoryError, match="rank 0: the CUDA driver reports"):
+        buffer.wake()
+    assert "memory wakes" not in steps
+    with pytest.raises(EPAsleepError):
+        buffer.synchronize()
+    heap.wake_error = None
+    buffer.wake()
+    buffer.synchronize()
+
+
+def test_what_cannot_sleep(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = make()
+    with pytest.raises(EPUnavailableError, match=r"belongs to NVSHMEM or a relay.*DEEPEP_RT_SYMMETRIC_MEMORY=heap"):
+        buffer.sleep()
+    buffer.synchronize()
+
+
+def test_when_a_buffer_cannot_sleep(steps: list[str], fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = make(low_latency=True)
+    buffer.mask_rank(2)
+    with pytest.raises(EPInputError, match=r"ranks \[2\] are masked.*Unmask them"):
+        buffer.sleep()
+    buffer.unmask_rank(2)
+    fake.on_launch = routed(buffer, 20, [1] * 8)
+    buffer.dispatch(*arguments(fake))
+    with monkeypatch.context() as capturing:
+        capturing.setattr(driver, "is_capturing", lambda stream: True)
+        with pytest.raises(EPInputError, match=r"sleep\(\) during the capture of a CUDA graph"):
+            buffer.sleep()
+    assert "memory sleeps" not in steps
+    buffer.sleep()
