@@ -139,7 +139,8 @@ class Buffer(SharedByCopies):
         check_inputs: Report expert numbers out of range from the device, in this call or a later one. Without it GPUs skip them. (The host
             backend always raises.) Default: `DEEPEP_RT_DEBUG`.
         on_exhausted: What a dispatch does when results that the caller holds fill the pool: "copy" its result to separate memory (a quarter
-            slower; the log says so once, at INFO), or raise "error". The host backend has no pool.
+            slower; the log says so once, at INFO), or raise "error". With "copy" and CUDA's virtual memory, the pool grows instead, as
+            long as the GPU has memory; see `trim`. The host backend has no pool.
         path: The way of rows between nodes. "hierarchical" sends a token once to each node, and a rank there passes it on over NVLink.
             "direct" sends it to each rank. "auto" chooses by what is measured. All give the same bits.
         num_max_recv_tokens: With several nodes, the most rows that one dispatch may bring to a rank: 1 to `num_ranks *
@@ -1092,6 +1093,28 @@ class Buffer(SharedByCopies):
             lock.progress.name = "wake"
             assert self._backend is not None
             self._backend.wake()
+
+    def trim(self) -> int:
+        """Give memory back that this rank has taken for more results than `num_slots`, and that is free now. Not collective.
+
+        On GPUs whose memory is CUDA's virtual memory, the pool of results grows when results that the caller holds fill it. It keeps what
+        it has until this call, `sleep` or `destroy`. This waits for all work of this GPU.
+
+        Returns:
+            The bytes of results that this rank has given back.
+
+        Raises:
+            EPInputError: While the stream of the last call is captured in a CUDA graph.
+            EPTimeoutError: If a peer did not answer in an earlier call.
+
+        Example:
+            >>> del results
+            >>> buffer.trim()
+            67108864
+        """
+        backend = self._live()
+        with self._call_lock:
+            return backend.trim()
 
     @property
     def is_asleep(self) -> bool:

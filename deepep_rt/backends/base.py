@@ -118,6 +118,9 @@ class Backend(Protocol):
     def wake(self) -> None:
         """See `Buffer.wake`."""
 
+    def trim(self) -> int:
+        """See `Buffer.trim`."""
+
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         """Release everything. `error` is the exception that ends the Buffer, which the other ranks hear of."""
 

@@ -3,19 +3,32 @@
 Each rank reserves one range of addresses with a slot for every rank. It maps its own physical memory and that of its peers there. Physical
 memory lives until its last mapping is gone, so a rank frees its region alone: a peer that still writes there reaches memory that it
 keeps alive itself.
+
+A slot has room for all memory of a GPU, and only a part of it is mapped. A rank that needs more maps a segment behind it, and asks its
+peers to map it too. They do so in a thread, whatever their programs do.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 from ..comm import descriptors
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus, agreed
-from ..errors import EPOutOfMemoryError, EPUnavailableError
+from ..comm.mailbox import Mailbox
+from ..errors import EPOutOfMemoryError, EPPeerError, EPUnavailableError
+from ..kernels.regions import align_up
 from ..network import NetworkOptions
+
+_MAP, _UNMAP = 1, 2  # what a rank asks its peers to do with a segment
+Heard = Callable[[], EPPeerError | None]
+"""Returns the error of a peer that has left."""
+
+
+def _nothing_heard() -> None: ...
 
 
 def check_available() -> None:
@@ -50,7 +63,7 @@ class HeapMemory:
     """
 
     consensus: Consensus | None = None
-    is_local = can_sleep = True
+    is_local = is_virtual = True
 
     def __init__(
         self,
@@ -64,8 +77,14 @@ class HeapMemory:
 
         self._device, self._num_bytes = driver.current_device(), num_bytes
         self._unit = virtual_memory.granularity(self._device)
+        self._context = driver.CurrentContext()
         self._range, self._mappings = ExitStack(), ExitStack()
         self._addresses: list[int] = []
+        self._size = self._stride = 0  # of what is mapped at first, and of a slot
+        self._segments: dict[int, int] = {}  # those of this rank: offset and bytes
+        self._mapped: dict[int, int] = {}  # segments of all ranks: address and bytes
+        self._mapping = threading.Lock()  # the thread of the mailbox maps too
+        self._mailbox: Mailbox | None = None
         try:
             here = self._attach(comm, timeout_s)
         except BaseException:
@@ -95,8 +114,11 @@ class HeapMemory:
         """Create, exchange and map the memory of the ranks of a group, which are the ranks `here` of the Buffer."""
         from . import virtual_memory
 
-        unit = max(group.allgather(self._unit))
-        size = -(-self._num_bytes // unit) * unit
+        room = virtual_memory.device_bytes(self._device)
+        unit, room = map(max, zip(*group.allgather((self._unit, room)), strict=True))
+        self._unit = unit
+        self._size = size = align_up(self._num_bytes, unit)
+        self._stride = size + align_up(room, unit)
         with ExitStack() as handles:
             own, mine = agreed(group, functools.partial(_create, size, self._device, handles), here)
             theirs = _exchange(group, mine, timeout_s)
@@ -104,9 +126,10 @@ class HeapMemory:
 
             def attach() -> None:
                 if not self._addresses:
-                    base = virtual_memory.reserve(size * len(theirs), unit)
-                    self._range.callback(virtual_memory.free_range, base, size * len(theirs))
-                    self._addresses = [base + peer * size for peer in range(len(theirs))]
+                    num_bytes = self._stride * len(theirs)
+                    base = virtual_memory.reserve(num_bytes, unit)
+                    self._range.callback(virtual_memory.free_range, base, num_bytes)
+                    self._addresses = [base + peer * self._stride for peer in range(len(theirs))]
                 for peer, descriptor in enumerate(theirs):
                     memory = own
                     if descriptor >= 0:
@@ -122,17 +145,110 @@ class HeapMemory:
                     self._mappings.callback(virtual_memory.unmap, self._addresses[peer], size)
 
             agreed(group, attach, here)
+        if self._mailbox is None:
+            self._mailbox = Mailbox(group, self._map_or_unmap)
+
+    def grow(self, num_bytes: int, timeout_s: float, heard: Heard = _nothing_heard) -> tuple[int, int]:
+        """Map a segment for this rank, on all ranks of the host. Return its offset in the region, and its bytes. Not collective.
+
+        Raises:
+            EPOutOfMemoryError: if the GPU has too little memory, or a peer cannot map it.
+            EPPeerError: if `heard` returns it.
+        """
+        size, offset = align_up(num_bytes, self._unit), self._size
+        for begin, held in sorted(self._segments.items()):
+            if offset + size <= begin:
+                break
+            offset = begin + held
+        if offset + size > self._stride:
+            raise EPOutOfMemoryError(
+                f"{size / 1e6:.0f} MB more do not fit the address room of a Buffer; expected fewer results at once"
+            )
+        self._map_segment(offset, size, timeout_s, heard)
+        return offset, size
+
+    def shrink(self, offset: int, timeout_s: float) -> None:
+        """Give up a segment. No work of any GPU may use it any more."""
+        size = self._segments.pop(offset)
+        self._unmap_segment(self.ptr + offset)
+        self._tell(_UNMAP, offset, size, timeout_s)
+
+    def _map_segment(self, offset: int, size: int, timeout_s: float, heard: Heard) -> None:
+        from . import driver
+
+        with ExitStack() as handles, driver.relaxed_capture_mode():
+            own, mine = _create(size, self._device, handles)
+            self._map(self.ptr + offset, size, own)
+            try:
+                assert self._mailbox is not None
+                self._mailbox.ask([_MAP, offset, size], mine, timeout_s, heard)
+            except BaseException as error:
+                self._unmap_segment(self.ptr + offset)
+                self._tell(_UNMAP, offset, size, 0.0)
+                if isinstance(error, EPUnavailableError):
+                    raise EPOutOfMemoryError(f"a Buffer cannot grow by {size / 1e6:.0f} MB: {error}") from error
+                raise
+        self._segments[offset] = size
+
+    def _tell(self, step: int, offset: int, size: int, timeout_s: float) -> None:
+        """Ask the peers for a step that none of them has to wait for. One that is gone has no memory either."""
+        with suppress(EPUnavailableError):
+            assert self._mailbox is not None
+            self._mailbox.ask([step, offset, size], -1, timeout_s)
+
+    def _map_or_unmap(self, peer: int, numbers: Sequence[int], descriptor: int) -> None:
+        """Do what a peer asks for. This runs in the thread of the mailbox."""
+        from . import driver, virtual_memory
+
+        step, offset, size = numbers
+        if not (self._size <= offset <= offset + size <= self._stride) or offset % self._unit or size % self._unit:
+            raise EPUnavailableError(f"a segment of {size} bytes at {offset} is not in a slot")
+        address = self._addresses[peer] + offset
+        with self._context, driver.relaxed_capture_mode():
+            if step == _UNMAP:
+                self._unmap_segment(address)
+                return
+            memory = virtual_memory.import_from(descriptor)
+            try:
+                self._map(address, size, memory)
+            finally:
+                virtual_memory.release(memory)
+
+    def _map(self, address: int, size: int, memory: int) -> None:
+        from . import virtual_memory
+
+        with self._mapping:
+            virtual_memory.map_at(address, size, memory, self._device)
+            self._mapped[address] = size
+
+    def _unmap_segment(self, address: int) -> None:
+        from . import virtual_memory
+
+        with self._mapping:
+            if size := self._mapped.pop(address, 0):
+                virtual_memory.unmap(address, size)
+
+    def _unmap_all(self) -> None:
+        for address in list(self._mapped):
+            self._unmap_segment(address)
+        self._mappings.close()
 
     def sleep(self) -> None:
         """Unmap the memory of all ranks. The addresses stay. No work of the GPU may use them until `wake`."""
-        self._mappings.close()
+        self._unmap_all()
 
     def wake(self, comm: Communicator, timeout_s: float) -> None:
         """Map fresh memory at the same addresses. Collective. After an error, which is that of all ranks, the memory sleeps."""
+
+        def map_segments() -> None:
+            for offset, size in self._segments.items():
+                self._map_segment(offset, size, timeout_s, comm.heard or _nothing_heard)
+
         try:
             self._attach(comm, timeout_s)
+            agreed(comm, map_segments)
         except BaseException:
-            self._mappings.close()
+            self._unmap_all()
             raise
 
     def all_free(self, is_ok: bool, timeout_s: float) -> bool:
@@ -141,7 +257,9 @@ class HeapMemory:
 
     def free(self) -> None:
         """Unmap the regions of all ranks, and give up the memory of this one. No work of the GPU may use them any more."""
-        self._mappings.close()
+        if self._mailbox is not None:
+            self._mailbox.close()
+        self._unmap_all()
         self._range.close()
 
 

@@ -219,7 +219,7 @@ class NvshmemMemory:
         EPTimeoutError: if a rank of the runtime does not come.
     """
 
-    is_local = can_sleep = False
+    is_local = is_virtual = False
 
     def __init__(
         self,

@@ -57,8 +57,9 @@ class Pool:
     """
 
     def __init__(self, base: int, num_bytes: int, cell: int = 0) -> None:
-        self.base, self.num_bytes, self._cell = base, num_bytes, cell
-        self._free: list[Extent] = [(0, num_bytes)] if num_bytes else []  # in order, never adjacent
+        self.base, self._cell = base, cell
+        self._all: list[Extent] = [(0, num_bytes)] if num_bytes else []  # in order
+        self._free = self._all.copy()  # in order, never adjacent
         self._used: list[tuple[Extent, PendingWork]] = []  # free memory that was used before, oldest first, without overlap
         self._released: deque[tuple[Extent, PendingWork]] = deque()
         self._tracker = StreamTracker()
@@ -76,12 +77,34 @@ class Pool:
             return self._allocate_in_capture(num_bytes, stream, reader, graph)
         return self._allocate(num_bytes, stream, reader)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the range and of what was added to it."""
+        return sum(end - begin for begin, end in self._all)
+
     def in_use(self) -> list[tuple[int, int]]:
         """Return the parts that the program or a captured graph holds: the address and the bytes of each."""
         self._merge_released()
-        begins = [0, *(end for _, end in self._free)]
-        ends = [*(begin for begin, _ in self._free), self.num_bytes]
-        return [(self.base + begin, end - begin) for begin, end in zip(begins, ends, strict=True) if begin < end]
+        held = self._all
+        for begin, end in self._free:
+            held = [
+                part for extent in held for part in (_without(extent, begin, end) if _overlap(extent, begin, end) else [extent])
+            ]
+        return [(self.base + begin, end - begin) for begin, end in held]
+
+    def add(self, begin: int, end: int) -> None:
+        """Add memory at these offsets, which no block has had since it was removed."""
+        self._all = sorted([*self._all, (begin, end)])
+        self._insert_free(begin, end)
+
+    def remove(self, begin: int, end: int) -> bool:
+        """Remove memory that was added, if no block has a part of it. Return whether it was removed. No work may use it any more."""
+        self._merge_released()
+        if not any(first <= begin and end <= last for first, last in self._free):
+            return False
+        self._take(begin, end)
+        self._all.remove((begin, end))
+        return True
 
     def _allocate_in_capture(self, num_bytes: int, stream: int, reader: int | None, graph: CapturedGraph) -> Block | None:
         if self._captured is None:
@@ -181,14 +204,20 @@ class Pool:
         while self._released:
             extent, pending = self._released.popleft()
             self._used.append((extent, pending))
-            begin, end = extent
-            at = bisect(self._free, extent)
-            if at < len(self._free) and self._free[at][0] == end:
-                end = self._free.pop(at)[1]
-            if at and self._free[at - 1][1] == begin:
-                at -= 1
-                begin = self._free.pop(at)[0]
-            self._free.insert(at, (begin, end))
+            self._insert_free(*extent)
+
+    def _insert_free(self, begin: int, end: int) -> None:
+        at = bisect(self._free, (begin, end))
+        if at < len(self._free) and self._free[at][0] == end:
+            end = self._free.pop(at)[1]
+        if at and self._free[at - 1][1] == begin:
+            at -= 1
+            begin = self._free.pop(at)[0]
+        self._free.insert(at, (begin, end))
+
+
+def _overlap(extent: Extent, begin: int, end: int) -> bool:
+    return extent[0] < end and begin < extent[1]
 
 
 def _without(extent: Extent, begin: int, end: int) -> list[Extent]:

@@ -67,7 +67,7 @@ class DriverMemory:
     """Memory of the driver that no other rank addresses; see `transport.SymmetricMemory`."""
 
     consensus: Consensus | None = None
-    is_local, can_sleep = True, False
+    is_local, is_virtual = True, False
 
     def __init__(self, comm: Communicator, num_bytes: int) -> None:
         from . import driver  # programs on the host backend may lack CUDA's bindings
@@ -105,7 +105,7 @@ def _numbered(ranks: Sequence[int], error: EPError) -> str:
 class HostMemory:
     """NVSHMEM's memory over the ranks of this host; see `transport.SymmetricMemory`. Ranks of other hosts have the address 0."""
 
-    is_local = can_sleep = False
+    is_local = is_virtual = False
 
     def __init__(self, comm: Communicator, num_bytes: int, timeout_s: float, ranks_per_node: int | None) -> None:
         here = comm.ranks_on_host()

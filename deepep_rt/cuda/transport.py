@@ -114,8 +114,8 @@ class SymmetricMemory(Protocol):
         """Whether a rank may free its region while other ranks still use theirs, and write to this one."""
 
     @property
-    def can_sleep(self) -> bool:
-        """Whether the region can give its memory back and keep its addresses: it is `heap.HeapMemory`."""
+    def is_virtual(self) -> bool:
+        """Whether the region can sleep, wake, grow and shrink at its addresses: it is `heap.HeapMemory`."""
 
     @property
     def consensus(self) -> Consensus | None:

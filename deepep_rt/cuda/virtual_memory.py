@@ -32,6 +32,11 @@ def granularity(device: int) -> int:
     return int(ok(driver.cuMemGetAllocationGranularity(_properties(device), recommended)))
 
 
+def device_bytes(device: int) -> int:
+    """Return the bytes of memory that a GPU has."""
+    return int(ok(driver.cuDeviceTotalMem(device)))
+
+
 def create(num_bytes: int, device: int) -> int:
     """Create physical memory on a GPU, and return its handle. Raise EPOutOfMemoryError if there is too little."""
     return int(ok(driver.cuMemCreate(num_bytes, _properties(device), 0)))

@@ -19,6 +19,12 @@ def test_ranks_share_memory(num_ranks: int) -> None:
     run_checks(num_ranks, "heap")
 
 
+@pytest.mark.parametrize("program", ["mailbox", "heap_growth"])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (1, 3, 13))])
+def test_memory_grows(program: str, num_ranks: int) -> None:
+    run_checks(num_ranks, program)
+
+
 FULL = ("send", "create", "export", "introduce", "receive", "reserve", "import", "end")
 
 

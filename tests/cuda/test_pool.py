@@ -298,3 +298,41 @@ def test_blocks_never_overlap(fake: FakeDriver, cell: int) -> None:
         block = None
     held.clear()
     assert pool.allocate(40 * 256, 1) is not None
+
+
+@pytest.mark.parametrize("cell", [0, 7 * 256])
+def test_memory_is_added_and_removed(fake: FakeDriver, cell: int) -> None:
+    """At random, between allocations. No block lies in memory that was removed, and what is in use is what blocks hold."""
+    draw = random.Random(5)
+    pool, held, added = Pool(1 << 20, 8 * 256, cell), [], {}
+    for _ in range(2000):
+        if (choice := draw.random()) < 0.3:
+            begin = draw.randrange(8, 60) * 256
+            end = begin + draw.randrange(1, 9) * 256
+            if all(end <= first or last <= begin for first, last in added.items()):
+                pool.add(begin, end)
+                added[begin] = end
+        elif choice < 0.5 and added:
+            begin = draw.choice([*added])
+            is_free = not any(block.offset < added[begin] and begin < block.offset + block.num_bytes for block in held)
+            assert pool.remove(begin, added[begin]) == is_free
+            if is_free:
+                del added[begin]
+        elif choice < 0.7 and held:
+            held.pop(draw.randrange(len(held)))
+        elif block := pool.allocate(draw.randrange(1, 6 * 256), draw.choice([1, 2])):
+            held.append(block)
+        block = None
+        total = 8 * 256 + sum(end - begin for begin, end in added.items())
+        in_use = sum(block.num_bytes for block in held)
+        assert (pool.num_bytes, pool.used_bytes, pool.free_bytes) == (total, in_use, total - in_use)
+        assert sum(num_bytes for _, num_bytes in pool.in_use()) == in_use
+        for block in held:
+            assert any(begin <= block.ptr < begin + size for begin, size in pool.in_use())
+            units = range(block.offset, block.offset + block.num_bytes, 256)
+            assert all(unit < 8 * 256 or any(begin <= unit < end for begin, end in added.items()) for unit in units)
+    block = None
+    held.clear()
+    for begin, end in added.items():
+        assert pool.remove(begin, end)
+    assert pool.allocate(8 * 256, 1) is not None

@@ -270,7 +270,7 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
         peers = tuple(BASE + (rank << 36) for rank in range(4))
 
         consensus = None
-        is_local = can_sleep = False
+        is_local = is_virtual = False
 
         def __init__(self, *_: object) -> None: ...
         def all_free(self, sound: bool, timeout_s: float) -> bool:

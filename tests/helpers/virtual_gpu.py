@@ -6,6 +6,7 @@ it. Arguments go through the classes of the real bindings.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -46,6 +47,9 @@ class VirtualGpu:
     def left(self) -> tuple[int, int, int]:
         """Handles, ranges and mappings that were not given up."""
         return len(self._handles), len(self._ranges), len(self._mapped)
+
+    def cuDeviceTotalMem(self, device: int) -> tuple:
+        return _OK, self.num_bytes
 
     def cuDeviceGetAttribute(self, kind: Any, device: int) -> tuple:
         return _OK, 1
@@ -128,6 +132,7 @@ def install() -> VirtualGpu:
     gpu: Any = VirtualGpu()
     virtual_memory.driver = gpu
     driver.current_device = lambda: 0
+    driver.CurrentContext = driver.relaxed_capture_mode = contextlib.nullcontext  # type: ignore[assignment,misc]
     return gpu
 
 

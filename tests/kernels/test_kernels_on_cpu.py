@@ -6,6 +6,7 @@ failed test ends with its seed, and `KERNELS_ON_CPU_SEEDS=17:18` runs this seed 
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from tests.kernels_on_cpu.rounds import (
     LOW_LATENCY,
     THROUGHPUT,
     LowLatencyRound,
+    ThroughputRound,
     assert_same,
     broken,
     compressed_low_latency_rounds,
@@ -37,6 +39,7 @@ from tests.kernels_on_cpu.rounds import (
     overlapped_rounds,
     prepared_rounds,
     prepared_throughput_rounds,
+    run_rounds,
     run_table,
     seeds,
     throughput_rounds,
@@ -249,6 +252,30 @@ def test_sleep(seed):
             for got, want in zip(values(), wanted, strict=True):
                 for one, other in zip(got, want, strict=True):
                     assert_same(one, other)
+
+
+@pytest.mark.parametrize("seed", seeds(2))
+def test_results_that_fill_the_pool(seed):
+    """The pools grow: results are not copied, and have the same bits. It shrinks when they are gone."""
+    with Machine(3, seed, weak_memory=seed == 1, can_sleep=True) as machine:
+        buffers = machine.buffers(**THROUGHPUT, statistics=True)
+        rounds = [ThroughputRound(machine, buffers, 100 * seed + i) for i in range(7)]
+        run_rounds(machine, rounds)
+        rounds[0].check()
+        grown = [buffer.statistics().pool.capacity_bytes for buffer in buffers]
+        assert all(buffer.statistics().pool.results_copied == 0 for buffer in buffers)
+        for step in ("sleep", "wake"):
+            for buffer in buffers:
+                getattr(buffer, step)(**({"keep_results": True} if step == "sleep" else {}))
+        for made in rounds:
+            made.check()
+        del made
+        rounds.clear()
+        gc.collect()
+        given_back = [buffer.trim() for buffer in buffers]
+        assert min(given_back) > 0
+        assert [buffer.statistics().pool.capacity_bytes + size for buffer, size in zip(buffers, given_back, strict=True)] == grown
+        throughput_rounds(machine, buffers, seed, 2)
 
 
 def test_kernels_overlap():

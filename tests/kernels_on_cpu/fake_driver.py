@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
+from deepep_rt import EPOutOfMemoryError
 from deepep_rt.arrays import frameworks
 from deepep_rt.backends import agreement, factory, path_choice
 from deepep_rt.backends.cuda import backend as cuda_backend
@@ -211,6 +212,9 @@ class _Context:
     def __exit__(self, *_: object) -> None: ...
 
 
+_ROOM = 1 << 20  # for growth
+
+
 def _lose(ptr: int, num_bytes: int) -> None:
     """Let memory have undefined contents: small numbers, which flags of later calls may be."""
     words = np.frombuffer((ctypes.c_char * num_bytes).from_address(ptr), np.uint8)[: num_bytes // 4 * 4].view(np.uint32)
@@ -241,12 +245,14 @@ class _SymmetricMemory:
     consensus = None
 
     def __init__(self, fake: FakeDriver, comm: Any, num_bytes: int, timeout_s: float, node_size: int, *_: object) -> None:
-        self.is_local = self.can_sleep = fake.can_sleep
-        self._num_bytes = num_bytes
+        self.is_local = self.is_virtual = fake.can_sleep
+        self._num_bytes, room = num_bytes, _ROOM if fake.can_sleep else 0
+        self.segments: dict[int, int] = {}
         if not fake.symmetric:
-            fake.symmetric, allocation = [fake.gpus.allocate(num_bytes) for _ in range(fake.num_ranks)], next(fake.numbers)
+            fake.symmetric = [fake.gpus.allocate(num_bytes + room) for _ in range(fake.num_ranks)]
+            allocation = next(fake.numbers)
             for rank, ptr in enumerate(fake.symmetric):
-                fake.gpus.share(allocation, rank, ptr, num_bytes)
+                fake.gpus.share(allocation, rank, ptr, num_bytes + room)
         rank = comm.Get_rank()
         # No kernel can address memory of another node.
         self.peers = tuple(ptr if peer // node_size == rank // node_size else 0 for peer, ptr in enumerate(fake.symmetric))
@@ -257,7 +263,18 @@ class _SymmetricMemory:
         return sound
 
     def sleep(self) -> None:
-        _lose(self.ptr, self._num_bytes)
+        _lose(self.ptr, self._num_bytes + _ROOM)
 
     def wake(self, comm: Any, timeout_s: float) -> None: ...
+
+    def grow(self, num_bytes: int, timeout_s: float, heard: Any) -> tuple[int, int]:
+        offset = max([self._num_bytes, *(begin + size for begin, size in self.segments.items())])
+        if offset + num_bytes > self._num_bytes + _ROOM:
+            raise EPOutOfMemoryError("no room")
+        self.segments[offset] = num_bytes
+        return offset, num_bytes
+
+    def shrink(self, offset: int, timeout_s: float) -> None:
+        _lose(self.ptr + offset, self.segments.pop(offset))
+
     def free(self) -> None: ...  # peers may still write there, so it lives as long as the machine

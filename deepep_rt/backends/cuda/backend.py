@@ -280,12 +280,10 @@ class CudaBackend:
         runtime = self.runtime
         check_can_sleep(self.low_latency.hooks, self.masked_ranks())
         with self.context:
-            runtime.order.check_not_captured("sleep()")
-            runtime.synchronize()
+            self._finish_calls("sleep()")
             met = begin_step(self.comm, self._monitor.failure_notice, self._config.timeout_s, "sleep")
-            if not self._stops_in_time(True):
-                raise EPUnavailableError("the GPU does not end its work; expected that it ends. Wait for the program's own work.")
-            driver.synchronize_all()
+            self._end_work()
+            self.throughput.results.shrink()
             parts = runtime.in_use(with_results=keeps_results)
             if keeps_results:
                 parts += self.throughput.results.in_use()
@@ -314,6 +312,24 @@ class CudaBackend:
             met.release()
             undone.pop_all()
         self._saved = SavedMemory(())
+
+    def trim(self) -> int:
+        """Give back memory that is free; see `Buffer.trim`."""
+        with self.context:
+            self._finish_calls("trim()")
+            self._end_work()
+            self.runtime.stream_pool.trim()
+            return self.throughput.results.shrink()
+
+    def _finish_calls(self, action: str) -> None:
+        self.runtime.order.check_not_captured(action)
+        self.runtime.synchronize()
+
+    def _end_work(self) -> None:
+        """Wait for all work of this GPU, also of other libraries. Raise EPUnavailableError if it does not end in time."""
+        if not self._stops_in_time(True):
+            raise EPUnavailableError("the GPU does not end its work; expected that it ends. Wait for the program's own work.")
+        driver.synchronize_all()
 
     def _memory_that_sleeps(self) -> tuple[HeapMemory, LocalHeap]:
         if self.runtime.local_heap is None or not self._frees_alone:

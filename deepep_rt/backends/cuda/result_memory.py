@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...arrays.view import View
 from ...cuda import driver
@@ -24,6 +24,9 @@ from ..base import Call
 from .runtime import CudaRuntime
 from .stream_order import CallOrder
 
+if TYPE_CHECKING:
+    from ...cuda.heap import HeapMemory, Heard
+
 _log = logging.getLogger("deepep_rt")
 
 
@@ -35,11 +38,29 @@ class Reservation:
     block: Block | None
 
 
+@dataclass(frozen=True)
+class Growing:
+    """Memory that a rank adds to its region of symmetric memory."""
+
+    memory: HeapMemory
+    timeout_s: float
+    heard: Heard  # of a peer that has left
+
+    def add(self, num_bytes: int) -> tuple[int, int]:
+        """Return an offset and the bytes there. Raise EPOutOfMemoryError if there is too little."""
+        return self.memory.grow(num_bytes, self.timeout_s, self.heard)
+
+    def remove(self, offset: int) -> None:
+        """Give it up."""
+        self.memory.shrink(offset, self.timeout_s)
+
+
 class ResultMemory:
     """Pools in symmetric memory, and other memory for results that do not fit there.
 
     `base` is the address of symmetric memory. `num_slots` results of each kind fit at once. If the pool is full, `copy_when_full` lets
-    results of dispatch be copied to memory of `stream_pool`, instead of an error. `counts_use` notes the most bytes in use.
+    it grow in `growing`, or else results of dispatch be copied to memory of `stream_pool`, instead of an error. `counts_use` notes the most
+    bytes in use.
     """
 
     def __init__(
@@ -51,7 +72,10 @@ class ResultMemory:
         stream_pool: StreamPool,
         copy_when_full: bool,
         counts_use: bool = False,
+        growing: Growing | None = None,
     ) -> None:
+        self._growing = growing if copy_when_full else None
+        self._segments: list[tuple[int, int]] = []  # that the pool has grown by: offset and bytes
         self._counts_use, self._most_bytes_in_use, self._num_copies = counts_use, 0, 0
         self._base, self._offsets, self._stream_pool = base, regions.offsets, stream_pool
         self._order, self._copy_when_full, self._has_logged_copies = order, copy_when_full, False
@@ -131,18 +155,47 @@ class ResultMemory:
 
         Sums need no symmetric memory, so they do not use the pool of dispatch. A capture cannot allocate: only there they use it too.
         """
-        for pool in (self._sums,) if call.capture is None else (self._sums, self.pool):
-            block = pool.allocate(num_bytes, call.stream, call.caller_stream, call.capture)
-            if block is not None:
-                return block
+        block = self._sums.allocate(num_bytes, call.stream, call.caller_stream, call.capture)
+        if block is None and call.capture is not None:
+            block = self._allocate(num_bytes, call.stream, call.caller_stream, call.capture)
+        if block is not None:
+            return block
         self._check_can_allocate(call.stream)
         return self._stream_pool.allocate(num_bytes, call.stream, call.caller_stream)
 
     def _allocate(self, num_bytes: int, stream: int, reader: int | None, graph: CapturedGraph | None) -> Block | None:
         block = self.pool.allocate(num_bytes, stream, reader, graph)
+        if block is None and self._grow(num_bytes):
+            block = self.pool.allocate(num_bytes, stream, reader, graph)
         if block is not None and self._counts_use:
             self._most_bytes_in_use = max(self._most_bytes_in_use, self.pool.used_bytes)
         return block
+
+    def _grow(self, num_bytes: int) -> bool:
+        """Add memory to the pool. Return whether that worked."""
+        if self._growing is None:
+            return False
+        try:
+            offset, size = self._growing.add(num_bytes)
+        except EPOutOfMemoryError as error:
+            _log.info("the pool of results is full, and does not grow: %s", error)
+            return False
+        _log.info("the pool of results is full: it grows by %.0f MB", size / 1e6)
+        self._segments.append((offset, size))
+        begin = offset - self._offsets["pool"]
+        self.pool.add(begin, begin + size)
+        return True
+
+    def shrink(self) -> int:
+        """Give back the memory that the pool has grown by and that is free. No work of a GPU may use it. Return its bytes."""
+        num_bytes = 0
+        for offset, size in self._segments.copy():
+            begin = offset - self._offsets["pool"]
+            if self._growing is not None and self.pool.remove(begin, begin + size):
+                self._growing.remove(offset)
+                self._segments.remove((offset, size))
+                num_bytes += size
+        return num_bytes
 
     def _no_room(self, num_bytes: int) -> str:
         return (

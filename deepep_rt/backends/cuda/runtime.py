@@ -110,7 +110,7 @@ class CudaRuntime:
         self._slots: list[tuple[Slots, bool]] = []  # whether they are tables
         self.local_heap: LocalHeap | None = None
         """The memory of slots, if the Buffer can sleep."""
-        if memory.can_sleep:
+        if memory.is_virtual:
             self.local_heap = LocalHeap()
             resources.callback(self.local_heap.free)
         self.purposes = Purposes()

@@ -9,7 +9,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import HOST, Framework, View
@@ -28,8 +28,11 @@ from .link_rates import copy_ceilings, far_bandwidth, far_latency
 from .monitor import whole_call
 from .network_memory import NetworkMemory
 from .repeated_call import RepeatedCall, check_stream
-from .result_memory import OnLaunch, Reservation, ResultMemory, arriving_rows, combine_views, dispatch_views
+from .result_memory import Growing, OnLaunch, Reservation, ResultMemory, arriving_rows, combine_views, dispatch_views
 from .runtime import CudaRuntime, address_of
+
+if TYPE_CHECKING:
+    from ...cuda.heap import HeapMemory
 
 _ALL_CHOICES = {"choice": -1, "expert_offsets": 0, "expert_ends": 0}
 """The last Params of combine_nodes for rows that are sums over all choices."""
@@ -41,6 +44,13 @@ def _counts_in_capture() -> EPInputError:
         "num_worst_tokens=None in a CUDA graph capture, where the host cannot wait for counts; expected a number of rows. Pass "
         "num_worst_tokens=, or handle="
     )
+
+
+def _growing(runtime: CudaRuntime) -> Growing | None:
+    if not runtime.memory.is_virtual or runtime.config.has_network:
+        return None
+    heard = functools.partial(runtime.monitor.failure_notice.heard, "more memory for results")
+    return Growing(cast("HeapMemory", runtime.memory), runtime.config.timeout_s, heard)
 
 
 def receive_window(offset: int, parts: Mapping[str, int], capacity: int) -> dict[str, int]:
@@ -93,6 +103,7 @@ class RowMover(ABC):
             runtime.stream_pool,
             copy_when_full,
             counts_use=config.statistics,
+            growing=_growing(runtime),
         )
         self._route_kernel, self._dispatch_kernel, self._combine_kernel = (
             f"{name}{self._suffix}" for name in ("route", "dispatch", "combine")

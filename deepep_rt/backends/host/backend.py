@@ -147,6 +147,11 @@ class HostBackend:
         """Meet the other ranks; see `Buffer.wake`."""
         self._meet("wake")
 
+    def trim(self) -> int:
+        """There is no memory of a GPU to give back; see `Buffer.trim`."""
+        self._channel.check()
+        return 0
+
     def _meet(self, step: str) -> None:
         assert self._comm is not None
         self._channel.check()

@@ -15,7 +15,7 @@ from deepep_rt.backends.cuda.result_memory import Reservation, ResultMemory
 from deepep_rt.cuda import captured_graph, driver
 from deepep_rt.cuda.captured_graph import CapturedGraph
 from deepep_rt.cuda.pool import Block
-from deepep_rt.kernels.regions import arrange
+from deepep_rt.kernels.regions import align_up, arrange
 
 BASE, STREAM, CALLERS = 1 << 30, 9, 1
 REGIONS = arrange([("control", 256), ("landing", 4096), ("pool", 4096), ("sums", 2048)])
@@ -46,10 +46,30 @@ class Gpu:
     def move_end(self, call: Call) -> None:
         self.ended_calls.append(call)
 
-    def memory(self, copy_when_full: bool = True) -> ResultMemory:
+    def memory(self, copy_when_full: bool = True, growing: Any = None) -> ResultMemory:
         order: Any = SimpleNamespace(move_end=self.move_end)
         outside: Any = self.outside
-        return ResultMemory(BASE, REGIONS, 2, order, outside, copy_when_full)
+        return ResultMemory(BASE, REGIONS, 2, order, outside, copy_when_full, growing=growing)
+
+
+class Room:
+    """Memory that a pool grows by, in units of 1024 bytes. It is full after 8 of them."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def add(self, num_bytes: int) -> tuple[int, int]:
+        size = align_up(num_bytes, 1024)
+        offset = next(
+            at for at in range(1 << 16, 1 << 20, 1024) if not any(a < at + size and at < b for a, b in self.held.items())
+        )
+        if sum(end - begin for begin, end in self.held.items()) + size > 8 * 1024:
+            raise EPOutOfMemoryError("rank 2: no room")
+        self.held[offset] = offset + size
+        return offset, size
+
+    def remove(self, offset: int) -> None:
+        del self.held[offset]
 
 
 @pytest.fixture
@@ -139,3 +159,51 @@ def test_sums_of_a_capture_also_use_the_pool_of_results(gpu: Gpu) -> None:
             ask()
     assert all(isinstance(block, Block) for block in held)
     assert gpu.outside.asked == []
+
+
+def test_a_full_pool_grows(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
+    """Until there is no memory: then results are copied. It gives back what no result holds."""
+    room = Room()
+    memory, caplog.handler.level = gpu.memory(growing=room), 0
+    with caplog.at_level("INFO", "deepep_rt"):
+        held = [memory.reserve(4096, call(), None) for _ in range(3)]
+        assert [each.offset for each in held] == [POOL, *room.held]
+        assert memory.reserve(2000, call(), None) == Reservation(LANDING, None)
+    assert sum("it grows by" in record.message for record in caplog.records) == 2
+    assert "does not grow: rank 2: no room" in caplog.text
+    assert (memory.use.capacity_bytes, memory.use.bytes_in_use) == (3 * 4096, 3 * 4096)
+    assert memory.in_use() == [(BASE + POOL, 4096), *((BASE + at, 4096) for at in room.held)]
+    assert memory.shrink() == 0
+    owner, ptr = memory.keep(held.pop(), 300, call(), None)
+    assert ptr == BASE + max(room.held)
+    assert memory.shrink() == 0, "a part is in use"
+    small = memory.reserve(2000, call(), None)
+    assert small.offset > max(room.held), "the rest of that segment"
+    del small, owner
+    assert memory.shrink() == 4096
+    assert len(room.held) == 1
+    held.clear()
+    assert memory.shrink() == 4096
+    assert not room.held
+    assert memory.use.capacity_bytes == 4096
+    assert memory.reserve(4096, call(), None).offset == POOL
+
+
+def test_captured_sums_take_memory_that_grows(gpu: Gpu) -> None:
+    """A capture cannot allocate other memory."""
+    room, capture = Room(), CapturedGraph(STREAM)
+    memory, gpu.capturing = gpu.memory(growing=room), STREAM
+    held = [memory.allocate_sums(2000, call(capture)) for _ in range(5)]
+    assert len({block.ptr for block in held}) == 5
+    assert room.held
+    assert not gpu.outside.asked
+
+
+def test_a_program_that_wants_an_error_gets_one(gpu: Gpu) -> None:
+    room = Room()
+    memory = gpu.memory(copy_when_full=False, growing=room)
+    held = memory.reserve(4096, call(), CALLERS)
+    with pytest.raises(EPOutOfMemoryError, match="no room for a result"):
+        memory.reserve(300, call(), CALLERS)
+    assert not room.held
+    del held

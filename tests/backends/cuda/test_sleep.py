@@ -38,7 +38,7 @@ def steps(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> list[str
     monkeypatch.setattr(runtime, "LocalHeap", LocalHeap)
     memory = nvshmem.allocate
     monkeypatch.setattr(memory, "is_local", True)
-    monkeypatch.setattr(memory, "can_sleep", True)
+    monkeypatch.setattr(memory, "is_virtual", True)
     monkeypatch.setattr(memory, "sleep", lambda self: fake.requests.append("memory sleeps"), raising=False)
     monkeypatch.setattr(memory, "wake", lambda self, comm, timeout_s: fake.requests.append("memory wakes"), raising=False)
     monkeypatch.setattr(driver, "synchronize_all", lambda: fake.requests.append("synchronize_all"))
