@@ -69,6 +69,11 @@ def no_cuda_in_this_thread() -> Iterator[None]:
         _threads.discard(get_ident())
 
 
+def may_call_cuda() -> bool:
+    """Return whether a finalizer in this thread may call CUDA."""
+    return get_ident() not in _threads
+
+
 def finalize(function: Callable[..., Any], *arguments: Any) -> None:
     """Call a function that calls CUDA, at the end of a finalizer. It runs later, in another thread, if this thread must not call CUDA."""
     if _threads and get_ident() in _threads:

@@ -1160,11 +1160,12 @@ class Buffer(SharedByCopies):
         self._destroy(error is None, error)  # after an error, the other ranks may not get here
 
     def __del__(self) -> None:
-        if self._backend is not None:  # release is collective, and destructors run at no agreed time
-            if (notice := self._backend.call_lock.notice) is not None:
+        if (backend := self._backend) is not None:  # release may be collective, and destructors run at no agreed time
+            if (notice := backend.call_lock.notice) is not None:
                 notice.leave(process_end.END, "its program dropped the Buffer without destroy()")
                 process_end.deliver_at_exit(notice)
-            _log.warning("a Buffer was dropped without destroy(): its memory stays allocated until the process ends")
+            stays = "" if backend.drop() else ": its memory stays allocated until the process ends, or until nothing can use it"
+            _log.warning("a Buffer was dropped without destroy()%s", stays)
             warnings.warn("a Buffer was dropped without destroy(); use `with Buffer(...)`", ResourceWarning, stacklevel=2)
 
     def _existing(self) -> Backend:

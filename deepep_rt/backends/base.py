@@ -121,6 +121,9 @@ class Backend(Protocol):
     def trim(self) -> int:
         """See `Buffer.trim`."""
 
+    def drop(self) -> bool:
+        """Free the memory of a Buffer that the program has dropped, if nothing can use it. Return whether it is free. Not collective."""
+
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         """Release everything. `error` is the exception that ends the Buffer, which the other ranks hear of."""
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from .._finalizers import no_cuda_in_this_thread
 from ..errors import EPError, EPPeerError, EPUnavailableError
 from .communicator import Communicator
 
@@ -190,7 +191,11 @@ def _serve(owner: weakref.ref[Mailbox], own: socket.socket, stop: int) -> None:
     waiting, all_sent = select.poll(), True
     waiting.register(own, select.POLLIN)
     waiting.register(stop, 0)  # only its end counts
-    try:
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(os.close, stop)
+        at_end.callback(own.close)
+        # A finalizer could wait for a kernel that waits for the peer that asks.
+        at_end.enter_context(no_cuda_in_this_thread())
         while True:
             ready = [descriptor for descriptor, _ in waiting.poll(None if all_sent else _PAUSE_S * 1000)]
             mailbox = owner()
@@ -201,6 +206,3 @@ def _serve(owner: weakref.ref[Mailbox], own: socket.socket, stop: int) -> None:
                     mailbox._receive()
             all_sent = mailbox._send_answers()
             del mailbox
-    finally:
-        own.close()
-        os.close(stop)

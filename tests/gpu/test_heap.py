@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -73,6 +74,11 @@ def test_groups_of_any_shape(comm):
         group.Free()
 
 
+def _collect(held):
+    held.clear()
+    gc.collect()
+
+
 def test_memory_comes_back(comm):
     """After a with block, after a time-out, and after an exception. No other program may use these GPUs meanwhile."""
     _group_buffer(comm).destroy()  # CUDA keeps some memory for modules
@@ -97,6 +103,13 @@ def test_memory_comes_back(comm):
     with pytest.raises(KeyError), _group_buffer(comm) as buffer:
         raise KeyError(_use(buffer, comm))
     assert _free_bytes(comm) >= before, "an exception"
+    held = [_group_buffer(comm)]
+    _use(held[0], comm)
+    torch.cuda.synchronize()
+    with pytest.warns(ResourceWarning):
+        _collect(held)
+    _group_buffer(comm).destroy()
+    assert _free_bytes(comm) >= before, "a Buffer that was dropped"
 
 
 def test_too_little_memory(comm, monkeypatch):

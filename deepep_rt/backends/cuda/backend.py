@@ -7,11 +7,11 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from ... import _env
-from ..._finalizers import run_waiting
+from ..._finalizers import may_call_cuda, run_waiting
 from ...arrays.view import HOST, View
 from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus, agreed, begin_step
@@ -23,7 +23,7 @@ from ...cuda.relay_memory import RelayAllocator
 from ...cuda.topology import choose_device
 from ...cuda.transport import SymmetricAllocator, SymmetricMemory
 from ...description import LinkRates
-from ...errors import EPConfigError, EPOutOfMemoryError, EPUnavailableError
+from ...errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import compiler
 from ...kernels.layout import Layout
 from ...network import Choice, NetworkOptions
@@ -55,6 +55,8 @@ _TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
 MEASURE: Callable[..., LinkRates] | None = measure_links
 """Measures the links of GPUs for `path="auto"`. None: the usual rates of the transport decide."""
 
+_dropped: list[CudaBackend] = []
+"""Backends of Buffers that the program has dropped, and whose memory something may still use."""
 _MIN_DESTROY_TIMEOUT_S = 30.0  # ranks may end their work at different times
 _STOP_S = 10.0  # for the GPU's work, when no kernel waits for another rank any more
 
@@ -85,6 +87,7 @@ class CudaBackend:
         device = choose_device(comm, self._consensus, allocator)
         with self._consensus.step():
             self.context = driver.CurrentContext()
+            _dropped[:] = [dropped for dropped in _dropped if not dropped._free_if_unused()]
             driver.trim_memory_pool()  # other Buffers of this process may have left free memory there
             free_bytes, arch, name = driver.free_bytes(), compiler.target_arch(), driver.device_name(device)
             allocator.check_available()
@@ -370,6 +373,37 @@ class CudaBackend:
                 self._leave(is_sound)
             else:
                 self._leave_together(is_sound)
+
+    def drop(self) -> bool:
+        """The program has dropped the Buffer: free its memory without the other ranks. Return whether that was possible now.
+
+        It waits for nothing. Memory that the program or a captured graph may still use is looked at again when a Buffer is made.
+        """
+        if not self._frees_alone:
+            return False
+        with suppress(EPUnavailableError):  # the context has failed, and the memory with it
+            if may_call_cuda():
+                with self.context, driver.relaxed_capture_mode():
+                    self._monitor.abort_waits()
+                if self._free_if_unused():
+                    return True
+        _dropped.append(self)
+        return False
+
+    def _free_if_unused(self) -> bool:
+        """Free the memory of a Buffer that was dropped, unless something may still use it. Return whether it is free."""
+        runtime = self.runtime
+        if runtime.order.has_captured or runtime.in_use(with_results=True) or self.throughput.results.in_use():
+            return False
+        with self.context, driver.relaxed_capture_mode():
+            try:
+                has_ended = runtime.order.end().done()
+            except EPInputError:  # the program captures its stream
+                return False
+            if has_ended:
+                self.low_latency.close()
+                self._free_memory()
+        return has_ended
 
     def _leave(self, is_sound: bool) -> None:
         """Free the memory without the other ranks. `is_sound` says whether no call of this rank has failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -110,3 +111,54 @@ def test_when_a_buffer_cannot_sleep(steps: list[str], fake: FakeGpu, make: Any, 
             buffer.sleep()
     assert "memory sleeps" not in steps
     buffer.sleep()
+
+
+def _collect(held: list[Any]) -> None:
+    held.clear()
+    gc.collect()
+
+
+def test_a_dropped_buffer_frees_its_memory(steps: list[str], fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing can use it: at once, or when the next Buffer is made. No rank waits for another."""
+
+    def drop(held: list[Any]) -> None:
+        steps.clear()
+        with pytest.warns(ResourceWarning, match="dropped without destroy"):
+            _collect(held)
+
+    drop([make()])
+    assert "write_int32_now" in steps, "kernels stop waiting"
+    assert "local is freed" in steps
+    buffer = make()
+    fake.on_launch = routed(buffer, 20, [1] * 8)
+    sent = buffer.dispatch(*arguments(fake))
+    fake.on_launch = lambda call: None  # it holds the Buffer
+    held = [buffer]
+    del buffer
+    drop(held)
+    assert "local is freed" not in steps, "the caller holds a result"
+    make().destroy()
+    assert steps.count("local is freed") == 1, "that of the new Buffer"
+    del sent
+    steps.clear()
+    make().destroy()
+    assert steps.count("local is freed") == 2
+    with monkeypatch.context() as busy:
+        busy.setattr(driver.CudaEvent, "done", lambda event: False)
+        drop([make()])
+        assert "local is freed" not in steps, "the GPU works"
+    buffer = make()
+    assert "local is freed" in steps
+    buffer._backend.runtime.order.has_captured = True
+    held = [buffer]
+    del buffer
+    drop(held)
+    make().destroy()
+    assert steps.count("local is freed") == 1, "a graph may be replayed"
+
+
+def test_a_buffer_of_nvshmem_keeps_its_memory(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    held = [make()]
+    with pytest.warns(ResourceWarning), caplog.at_level("WARNING", "deepep_rt"):
+        _collect(held)
+    assert "stays allocated until the process ends" in caplog.text
