@@ -143,10 +143,11 @@ class Buffer(SharedByCopies):
             long as the GPU has memory; see `trim`. The host backend has no pool.
         path: The way of rows between nodes. "hierarchical" sends a token once to each node, and a rank there passes it on over NVLink.
             "direct" sends it to each rank. "auto" chooses by what is measured. All give the same bits.
-        num_max_recv_tokens: With several nodes, the most rows that one dispatch may bring to a rank: 1 to `num_ranks *
-            num_max_tokens_per_rank`. Memory is for this number. More rows are an error on all ranks. Default: `2 *
-            num_max_tokens_per_rank * min(num_topk, num_ranks)`, or that largest number if it is smaller. On one node, all rows that
-            can arrive always have room, and this only has to be in range. `config.num_max_recv_tokens` is the number in use.
+        num_max_recv_tokens: With several nodes, the rows of one dispatch that a rank has memory for: 1 to `num_ranks *
+            num_max_tokens_per_rank`. CUDA's virtual memory grows for more rows, as long as the GPU has memory (not with
+            `on_exhausted="error"`). With other memory, more rows are an error on all ranks. Default: `2 * num_max_tokens_per_rank *
+            min(num_topk, num_ranks)`, or that largest number if it is smaller. On one node, all rows that can arrive always have room,
+            and this only has to be in range. `config.num_max_recv_tokens` is the number in use.
         statistics: Count calls, rows, bytes and waits for `statistics()`. Kernels are compiled for it, and take a little longer. All ranks
             agree on it. Default: `DEEPEP_RT_STATISTICS`.
 
@@ -345,7 +346,8 @@ class Buffer(SharedByCopies):
         Raises:
             EPInputError: If an argument is wrong. Nothing was launched.
             EPOutOfMemoryError: If the caller holds too many results and `on_exhausted="error"`, or if the call cannot copy.
-                With several nodes, on all ranks, if it brings a rank more rows than `num_max_recv_tokens`; no row is sent.
+                With several nodes, on all ranks, if it brings a rank more rows than `num_max_recv_tokens` and its memory cannot grow; no
+                row is sent.
             EPTimeoutError: If a peer did not answer, also in an earlier call that the host did not wait for.
             EPUnavailableError: If `use_fp8`, and the GPU of a rank cannot convert to FP8.
             EPDestroyedError: After `destroy()`.

@@ -9,11 +9,19 @@ from ..errors import EPOutOfMemoryError
 _log = logging.getLogger("deepep_rt")
 
 
-def too_many_rows(rank: int, num_recv: int, room: int) -> EPOutOfMemoryError:
+def too_many_rows(rank: int, num_recv: int, room: int, *, grows: bool = False) -> EPOutOfMemoryError:
     """Make the error of all ranks about a dispatch over several nodes that would bring more rows to `rank` than it has memory for.
 
-    `room` is `num_max_recv_tokens`. If the rows are no more, earlier results take the memory for them.
+    `room` is `num_max_recv_tokens`. If the rows are no more, earlier results take the memory for them. If memory `grows`, the GPU has none
+    left.
     """
+    if grows:
+        error = EPOutOfMemoryError(
+            f"the GPU of rank {rank} has no memory for the {num_recv} rows that this dispatch brings to it; expected memory for them. Drop "
+            f"earlier results, free other memory, or pass num_worst_tokens to dispatch, which drops further rows. No row was sent"
+        )
+        error.num_recv_tokens = num_recv
+        return error
     if num_recv <= room:
         return EPOutOfMemoryError(
             f"rank {rank} has no room in its pool for the result of this dispatch ({num_recv} rows); expected room on all ranks. Drop "

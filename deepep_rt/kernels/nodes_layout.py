@@ -174,7 +174,7 @@ class NodesLayout:
 
     @property
     def num_exposed_chunks(self) -> int:
-        return -(-self.config.num_max_recv_tokens // EXPOSED_ROWS)
+        return -(-self.config.worst_recv_tokens // EXPOSED_ROWS)  # memory may grow for all rows
 
     @property
     def local(self) -> Iterable[tuple[str, int]]:
@@ -229,15 +229,16 @@ class NodesLayout:
 
     def staging(self, row_bytes: int) -> Map:
         """Memory of combine: what other nodes send for this rank's tokens, and the rows that this rank exposes to its node."""
-        topk, sums, rows = self.config.num_topk, self.num_max_node_sums, self.config.num_max_recv_tokens
-        return arrange(
-            [
-                ("sum_weights", sums * topk * 4),
-                ("sums", sums * row_bytes),
-                ("exposed_weights", rows * topk * 4),
-                ("exposed", rows * row_bytes),
-            ]
+        topk, sums, exposed = (
+            self.config.num_topk,
+            self.num_max_node_sums,
+            self.exposed(self.config.num_max_recv_tokens, row_bytes),
         )
+        return arrange([("sum_weights", sums * topk * 4), ("sums", sums * row_bytes), *exposed.sizes.items()])
+
+    def exposed(self, num_rows: int, row_bytes: int) -> Map:
+        """Memory for rows that this rank exposes to its node."""
+        return arrange([("exposed_weights", num_rows * self.config.num_topk * 4), ("exposed", num_rows * row_bytes)])
 
     @property
     def region_constants(self) -> dict[str, int]:

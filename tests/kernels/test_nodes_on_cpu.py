@@ -13,7 +13,7 @@ from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
 from deepep_rt.backends.cuda import expert_rows, link_rates
 from deepep_rt.cuda import driver
 from deepep_rt.kernels import nodes_layout, structs
-from tests.kernels_on_cpu import compiler
+from tests.kernels_on_cpu import compiler, fake_driver
 from tests.kernels_on_cpu.machine import Machine
 from tests.kernels_on_cpu.rounds import (
     ThroughputRound,
@@ -21,6 +21,7 @@ from tests.kernels_on_cpu.rounds import (
     broken,
     compressed_rounds,
     expert_rounds,
+    run_rounds,
     seeds,
     throughput_rounds,
 )
@@ -300,6 +301,65 @@ def test_more_rows_than_a_rank_has_memory_for():
         assert len(errors) == 4
         assert len(set(errors.values())) == 1
         assert "num_max_recv_tokens=60; expected at least 160, the rows that this dispatch brings to rank 1" in errors[0]
+        throughput_rounds(machine, buffers, 1, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", ["hierarchical", "direct"])
+@pytest.mark.parametrize("layout", ["token", "expert"])
+def test_memory_grows_for_more_rows(layout, path):
+    """On the ranks that need it: calls, handles and combines give the same bits as with room from the start."""
+    with Machine(4, 1, weak_memory=True, transport="mpi", can_sleep=True) as machine:
+        buffers = machine.buffers(**TWO_BY_TWO, num_max_recv_tokens=20, path=path)
+        fixed = dict(worst=None, tokens=lambda rank: 40 if rank else 12)
+        rounds = [ThroughputRound(machine, buffers, i, layout, **fixed) for i in range(5)]
+        run_rounds(machine, rounds)
+        assert max(made.round.sent[0].handle.num_recv_rows for made in rounds) > 40
+        x = np.ones((40, 64), ml_dtypes.bfloat16)
+        idx = np.tile(np.array([[2, 3]], np.int32), (40, 1))  # all tokens go to rank 1: the largest number of rows
+
+        def step(rank):
+            sent = buffers[rank].dispatch(machine.put(rank, x), machine.put(rank, idx), layout=layout)
+            return calls_along(machine, buffers[rank], rank, sent.handle, layout), sent.handle.num_recv_rows
+
+        found = machine.each_rank(step)
+        assert [rows for _, rows in found] == [0, 160 if layout == "token" else 320, 0, 0]
+        for results, _ in found:
+            sums = [result for result in results if result.shape == (40, 64)]
+            assert all((result == (2 if layout == "expert" else 1)).all() for result in sums)
+            assert sums
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["token", "expert"])
+def test_no_memory_to_grow(layout, monkeypatch):
+    """All ranks raise the same error, and the Buffers stay usable."""
+
+    def grow(memory, num_bytes, timeout_s, heard):
+        raise EPOutOfMemoryError("rank 1: the GPU has no memory")
+
+    with Machine(4, 0, weak_memory=True, transport="mpi", can_sleep=True) as machine:
+        buffers = machine.buffers(**TWO_BY_TWO, num_max_recv_tokens=80)
+        monkeypatch.setattr(fake_driver._SymmetricMemory, "grow", grow)
+        x = np.zeros((40, 64), np.float16)
+        idx = np.tile(np.array([[2, 3]], np.int32), (40, 1))
+        errors = {}
+
+        def dispatch(rank):
+            try:
+                buffers[rank].dispatch(machine.put(rank, x), machine.put(rank, idx), layout=layout)
+                buffers[rank].synchronize()
+            except EPOutOfMemoryError as error:
+                errors[rank] = str(error), error.num_recv_tokens
+
+        machine.each_rank(dispatch)
+        assert len(errors) == 4
+        assert len(set(errors.values())) == 1
+        text, num_rows = errors[0]
+        assert "the GPU of rank 1 has no memory for the 160 rows that this dispatch brings to it" in text
+        assert num_rows == 160
+        monkeypatch.undo()
+        machine.each_rank(lambda rank: buffers[rank].dispatch(machine.put(rank, x), machine.put(rank, idx)))
         throughput_rounds(machine, buffers, 1, 1)
 
 

@@ -43,6 +43,7 @@ class ExpertRows:
             NodeChoiceSums(runtime, by_token, memory) if isinstance(by_token, NodesThroughput) else ChoiceSums(runtime, by_token)
         )
         self._tables = runtime.layout.expert_tables(self._config.num_max_recv_tokens)
+        self._tables_of_counted = runtime.layout.expert_tables(by_token.most_rows)  # of a dispatch whose rows the host counts
         local = runtime.layout.local.offsets
         self._has_kernels = False
         self._progress = {
@@ -130,9 +131,10 @@ class ExpertRows:
             load_local("expert_positions", "expand_rows")
             self._has_kernels = True
         self._runtime.order.enqueue_waits(call)  # memory in a capture is other memory, and this tells whether there is one
-        memory = self._memory.allocate(self._tables.num_bytes, call)
-        tables = {name: memory.ptr + offset for name, offset in self._tables.offsets.items()}
         worst = inputs.num_worst_tokens
+        parts = self._tables_of_counted if worst is None else self._tables
+        memory = self._memory.allocate(parts.num_bytes, call)
+        tables = {name: memory.ptr + offset for name, offset in parts.offsets.items()}
 
         def find_positions(rows: ArrivingRows) -> None:
             values = {

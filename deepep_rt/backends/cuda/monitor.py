@@ -44,6 +44,8 @@ class StatusPage:
         self._purposes, self._purpose_of_wait = purposes or Purposes(), purpose_of_wait
         self._layout, self._config, self._overflow = layout, layout.config, OverflowLog(rank)
         self._map = layout.status_page
+        self.memory_grows = False
+        """Whether a dispatch over several nodes that finds no room has asked the GPU for more."""
         self.ptr = driver.allocate_pinned(self._map.num_bytes)
         ctypes.memset(self.ptr, 0, self._map.num_bytes)
         self.report = self._struct("report", structs.Report)
@@ -114,7 +116,7 @@ class StatusPage:
                 self._overflow.warn_of_expert((rows >> 32) - 1, rows & _LOW_HALF, self._config.worst_recv_tokens)
             if rows := self._pop("too_many"):
                 self.has_events.value = 1  # the page may hold another event, of a low-latency call
-                raise too_many_rows((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens)
+                raise too_many_rows((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens, grows=self.memory_grows)
             if choice := self._pop("other_choice"):
                 raise self._other_choice(choice)
 

@@ -58,9 +58,9 @@ class Growing:
 class ResultMemory:
     """Pools in symmetric memory, and other memory for results that do not fit there.
 
-    `base` is the address of symmetric memory. `num_slots` results of each kind fit at once. If the pool is full, `copy_when_full` lets
-    it grow in `growing`, or else results of dispatch be copied to memory of `stream_pool`, instead of an error. `counts_use` notes the most
-    bytes in use.
+    `base` is the address of symmetric memory. `num_slots` results of each kind fit at once. If the pool is full, `copy_when_full`
+    lets it grow in `growing`, or else results of dispatch be copied to memory of `stream_pool`, instead of an error. `counts_use` notes the
+    most bytes in use.
     """
 
     def __init__(
@@ -78,11 +78,17 @@ class ResultMemory:
         self._segments: list[tuple[int, int]] = []  # that the pool has grown by: offset and bytes
         self._counts_use, self._most_bytes_in_use, self._num_copies = counts_use, 0, 0
         self._base, self._offsets, self._stream_pool = base, regions.offsets, stream_pool
+        self._landing_bytes = regions.sizes["landing"]
         self._order, self._copy_when_full, self._has_logged_copies = order, copy_when_full, False
         self.pool, self._sums = (
             Pool(base + regions.offsets[name], regions.sizes[name], cell=regions.sizes[name] // num_slots)
             for name in ("pool", "sums")
         )
+
+    @property
+    def grows(self) -> bool:
+        """Whether the pool grows when it is full."""
+        return self._growing is not None
 
     def reserve(self, num_bytes: int, call: Call, reader: int | None) -> Reservation:
         """Reserve memory that peers write the rows of a dispatch to, at most `num_bytes`. `reader` is the caller's stream, if the caller
@@ -95,6 +101,8 @@ class ResultMemory:
             return reserved
         if not self._copy_when_full:
             raise EPOutOfMemoryError(f"{self._no_room(num_bytes)}, or with on_exhausted='copy'")
+        if num_bytes > self._landing_bytes:  # only a pool that grows has room for such a result
+            raise EPOutOfMemoryError(self._no_room(num_bytes))
         self._check_can_allocate(call.stream)
         self._num_copies += 1
         if not self._has_logged_copies:

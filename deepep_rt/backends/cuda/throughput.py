@@ -16,6 +16,7 @@ from ...arrays.view import HOST, Framework, View
 from ...comm.call_signature import Signature, pack
 from ...comm.consensus import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
+from ...cuda.pool import Block
 from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit.launch import Launcher
 from ...kernels.nodes_layout import NodesLayout
@@ -47,7 +48,7 @@ def _counts_in_capture() -> EPInputError:
 
 
 def _growing(runtime: CudaRuntime) -> Growing | None:
-    if not runtime.memory.is_virtual or runtime.config.has_network:
+    if not runtime.memory.is_virtual:
         return None
     heard = functools.partial(runtime.monitor.failure_notice.heard, "more memory for results")
     return Growing(cast("HeapMemory", runtime.memory), runtime.config.timeout_s, heard)
@@ -82,6 +83,8 @@ class RowMover(ABC):
     """Blocks of the routing that do not count tokens."""
     _waits_when_full = False
     """A dispatch waits for its counts before it needs memory for its rows, if the pool is full."""
+    _waits_always = False
+    """It does so always, because its memory grows by what the counts tell."""
     _network: NetworkMemory | None = None
     """Over several nodes: wakes before kernels put something to other nodes."""
 
@@ -92,6 +95,8 @@ class RowMover(ABC):
         self._runtime, self._order, self._monitor = runtime, runtime.order, runtime.monitor
         self._config, self._layout, self._unavailable = config, layout, unavailable
         self._handles = runtime.slots(layout.handle.num_bytes, layout.num_handles, are_tables=True)
+        self.most_rows = config.num_max_recv_tokens
+        """The most rows that a dispatch may bring to this rank."""
         self._counts_offsets, self._landing = layout.counts.offsets, runtime.regions.offsets["landing"]
         self.counts = runtime.slots(layout.counts.num_bytes, layout.num_handles, are_tables=True)
         """Memory for the counts of dispatches with a handle."""
@@ -122,8 +127,8 @@ class RowMover(ABC):
     ) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Launch the routing, unless a handle gives it, and the dispatch of rows. Wait for the counts if only they tell the size.
 
-        Over several nodes, wait before the launch of the dispatch if the pool has no room for `num_max_recv_tokens` rows. If the routing is
-        new, `on_launch` runs right after the launch of the dispatch: before the host waits for counts, if it can.
+        Over several nodes, wait before the launch of the dispatch if the pool has no room for `num_max_recv_tokens` rows, or grows. If the
+        routing is new, `on_launch` runs right after the launch of the dispatch: before the host waits for counts, if it can.
 
         Return the handle, and the function that makes the results.
         """
@@ -139,14 +144,16 @@ class RowMover(ABC):
         x, idx, _, scales = arrays
         row_bytes = x.row_bytes
         sizes = row_bytes, scales.row_bytes if scales else 0, idx.itemsize if idx else 0, idx is not None
-        most, counts_list = self._config.num_max_recv_tokens, None
-        capacity = most if inputs.num_worst_tokens is None else inputs.num_worst_tokens
+        counts_list = None
+        capacity = self._config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
         if known is not None:
             capacity, tables, counts_list = known.num_recv_rows, known.routing, known.num_recv_tokens_per_expert_list
         parts = self._layout.result(capacity, *sizes)
         # Without counts to wait for, a rank without room raises here, and makes no call at all.
-        reserve = self.results.reserve_in_pool if needs_counts and self._waits_when_full else self.results.reserve
-        reserved = reserve(parts.num_bytes, call, reader)
+        reserved = None
+        if not (needs_counts and self._waits_always):
+            reserve = self.results.reserve_in_pool if needs_counts and self._waits_when_full else self.results.reserve
+            reserved = reserve(parts.num_bytes, call, reader)
         # Counts have memory of their own: a caller that keeps them must not keep the rows.
         counts_owner = (self._handles if known is None else self.counts).acquire(
             stream, call.caller_stream, call.capture, call.follows
@@ -177,9 +184,9 @@ class RowMover(ABC):
             if needs_counts and num_recv is None:
                 num_recv, counts_list = self._monitor.await_counts()
         if num_recv is not None:
-            if num_recv > most or not has_room:
+            if num_recv > self.most_rows or not has_room:
                 self._runtime.synchronize()  # raises what the kernels of all ranks report
-                raise too_many_rows(self._runtime.rank, num_recv, most)
+                raise too_many_rows(self._runtime.rank, num_recv, self._config.num_max_recv_tokens, grows=self._waits_always)
             capacity = num_recv
         owner, base = self.results.keep(reserved, parts.offsets["x"] + capacity * row_bytes, call, reader)
         make_views = dispatch_views(
@@ -192,11 +199,12 @@ class RowMover(ABC):
         self, num_recv: int, sizes: tuple[int, int, int, bool], call: Call, reader: int | None
     ) -> tuple[int, Map, Reservation, bool]:
         """Reserve memory for the rows that the counts announce. Return its rows, parts and place, and whether there is room."""
-        capacity = num_recv if num_recv <= self._config.num_max_recv_tokens else 0
+        capacity = num_recv if num_recv <= self.most_rows else 0
         parts = self._layout.result(capacity, *sizes)
         if not capacity:
             return 0, parts, self.results.no_rows(), True
         try:
+            self._prepare_combine(num_recv, call.stream)
             return capacity, parts, self.results.reserve(parts.num_bytes, call, reader), True
         except EPOutOfMemoryError:  # the other ranks wait for this rank: the kernel tells them
             return 0, self._layout.result(0, *sizes), self.results.no_rows(), False
@@ -335,6 +343,10 @@ class RowMover(ABC):
         return {}
 
     @abstractmethod
+    def _prepare_combine(self, num_rows: int, stream: int) -> None:
+        """Take memory for a combine of so many rows. Raise EPOutOfMemoryError if there is none."""
+
+    @abstractmethod
     def _add_dispatch_params(
         self, params: dict[str, int], sizes: tuple[int, int, int, bool], is_new: bool, needs_counts: bool
     ) -> None:
@@ -377,6 +389,9 @@ class Throughput(RowMover):
     def _route_params(self, window: Mapping[str, int], signature: int) -> dict[str, int]:
         return {**window, "call_signature": signature}
 
+    def _prepare_combine(self, num_rows: int, stream: int) -> None:
+        pass  # there is room for all rows that can arrive
+
     def _add_dispatch_params(
         self, params: dict[str, int], sizes: tuple[int, int, int, bool], is_new: bool, needs_counts: bool
     ) -> None:
@@ -416,6 +431,10 @@ class NodesThroughput(RowMover):
         super().__init__(runtime, copy_when_full, "" if num_nodes <= MAX_NODES else unavailable)
         assert runtime.network is not None
         self._nodes, self._network = nodes, runtime.network
+        self._exposed: list[tuple[int, Block]] = []
+        """Memory that combines expose more rows in: the rows that fit, and the block. A graph or a prepared call may use each of them."""
+        if self.results.grows:
+            self._waits_always, self.most_rows, runtime.page.memory_grows = True, runtime.config.worst_recv_tokens, True
 
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """Measure the bytes a second that each rank puts to other nodes while all ranks do; see `Buffer.copy_ceilings`."""
@@ -430,6 +449,15 @@ class NodesThroughput(RowMover):
         """Measure the seconds that a word takes to another node. Collective."""
         self.check_support()
         return far_latency(self._runtime)
+
+    def _prepare_combine(self, num_rows: int, stream: int) -> None:
+        """Take memory to expose the rows in, if they are more than the Buffer has room for. It stays with the Buffer: after a combine, slow
+        peers may still read there.
+        """
+        if num_rows > max([self._config.num_max_recv_tokens, *(rows for rows, _ in self._exposed)]):
+            num_rows = min(2 * num_rows, self.most_rows)
+            parts = self._nodes.exposed(num_rows, self._config.row_bytes)
+            self._exposed.append((num_rows, self.results.reserve_for_repeats(parts.num_bytes, stream)))
 
     def launch_choice(
         self, inputs: CombineInputs, num_rows: int, params: dict[str, int], choice: Mapping[str, int], stream: int
@@ -463,6 +491,9 @@ class NodesThroughput(RowMover):
     ) -> None:
         base = self._runtime.memory.ptr
         staging = {name: self._landing + at for name, at in self._nodes.staging(row_bytes).offsets.items()}
+        if capacity > self._config.num_max_recv_tokens:
+            first = next(self.results.offset_of(block) for rows, block in self._exposed if rows >= capacity)
+            staging |= {name: first + at for name, at in self._nodes.exposed(capacity, row_bytes).offsets.items()}
         chunk = self._nodes.chunk(sent_bytes, 0, 0, params["topk_weights"] != 0)
         params.update(
             exposed_offset=staging["exposed"],
