@@ -118,7 +118,8 @@ class HeapMemory:
         unit, room = map(max, zip(*group.allgather((self._unit, room)), strict=True))
         self._unit = unit
         self._size = size = align_up(self._num_bytes, unit)
-        self._stride = size + align_up(room, unit)
+        if not self._addresses:
+            self._stride = size + align_up(room, unit)
         with ExitStack() as handles:
             own, mine = agreed(group, functools.partial(_create, size, self._device, handles), here)
             theirs = _exchange(group, mine, timeout_s)
@@ -126,10 +127,7 @@ class HeapMemory:
 
             def attach() -> None:
                 if not self._addresses:
-                    num_bytes = self._stride * len(theirs)
-                    base = virtual_memory.reserve(num_bytes, unit)
-                    self._range.callback(virtual_memory.free_range, base, num_bytes)
-                    self._addresses = [base + peer * self._stride for peer in range(len(theirs))]
+                    self._reserve(len(theirs))
                 for peer, descriptor in enumerate(theirs):
                     memory = own
                     if descriptor >= 0:
@@ -147,6 +145,18 @@ class HeapMemory:
             agreed(group, attach, here)
         if self._mailbox is None:
             self._mailbox = Mailbox(group, self._map_or_unmap)
+
+    def _reserve(self, num_ranks: int) -> None:
+        """Reserve the addresses of all slots. If there are too few, slots have no room to grow."""
+        from . import virtual_memory
+
+        try:
+            base = virtual_memory.reserve(num_ranks * self._stride, self._unit)
+        except EPOutOfMemoryError:  # the process may have a limit
+            self._stride = self._size
+            base = virtual_memory.reserve(num_ranks * self._stride, self._unit)
+        self._range.callback(virtual_memory.free_range, base, num_ranks * self._stride)
+        self._addresses = [base + peer * self._stride for peer in range(num_ranks)]
 
     def grow(self, num_bytes: int, timeout_s: float, heard: Heard = _nothing_heard) -> tuple[int, int]:
         """Map a segment for this rank, on all ranks of the host. Return its offset in the region, and its bytes. Not collective.

@@ -35,6 +35,7 @@ class VirtualGpu:
 
     def __init__(self, num_bytes: int = 1 << 30) -> None:
         self.num_bytes, self.has_path, self.fail = num_bytes, True, set[str]()
+        self.most_addresses = 1 << 60  # of one reservation
         self._handles: dict[int, tuple[int, int, bool]] = {}  # descriptor, bytes, whether this process has created it
         self._ranges: dict[int, int] = {}
         self._mapped: dict[int, tuple[int, bool]] = {}
@@ -87,7 +88,7 @@ class VirtualGpu:
         return (_OK,)
 
     def cuMemAddressReserve(self, num_bytes: int, alignment: int, address: int, flags: int) -> tuple:
-        if "reserve" in self.fail:
+        if "reserve" in self.fail or num_bytes > self.most_addresses:
             return _NO_MEMORY, None
         found = _libc.mmap(None, num_bytes + alignment, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE, -1, 0)
         assert found != _FAILED

@@ -148,5 +148,22 @@ def check_too_little_memory(comm: MPI.Intracomm) -> None:
     assert GPU.left == (0, 0, 0)
 
 
+def check_few_addresses(comm: MPI.Intracomm) -> None:
+    """A rank whose process may reserve few of them has memory that does not grow, and its peers cannot grow there either."""
+    last = comm.Get_rank() == comm.Get_size() - 1
+    if last:
+        GPU.most_addresses = 100 * UNIT
+    memory = _allocate(comm)
+    GPU.most_addresses = 1 << 60
+    idle_barrier(comm)
+    _exchange(comm, memory, {0: 2 * UNIT})
+    if last or comm.Get_size() > 1:
+        with raises(EPOutOfMemoryError, "address room" if last else f"rank {comm.Get_size() - 1}: "):
+            memory.grow(UNIT, LIMIT_S)
+    idle_barrier(comm)
+    memory.free()
+    assert GPU.left == (0, 0, 0)
+
+
 if __name__ == "__main__":
     main(__name__)
