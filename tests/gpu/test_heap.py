@@ -203,6 +203,50 @@ def test_kept_results(comm):
             del again
 
 
+def test_the_pool_grows(comm):
+    """While results fill it, on each rank by itself, in a capture too. It shrinks when they are gone, and sleeps with what they hold."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    with _group_buffer(comm, num_max_tokens_per_rank=2048, statistics=True) as buffer:
+        _use(buffer, comm)
+        before = _free_bytes(comm)
+        idx, _ = routing(comm, 5, 1500, 4, 8 * size)
+        weights = torch.rand(idx.shape, device="cuda")
+        held, wanted = [], []
+        for number in range(8):
+            x = torch.full((1500, 512), 8.0 * number + rank, device="cuda").bfloat16()
+            sent = buffer.dispatch(x, idx, weights)
+            back = buffer.combine(sent.recv_x, sent.handle).x
+            if number % 2 or rank % 2:  # some ranks keep all results
+                held.append((sent.recv_x, back))
+                wanted.append((sent.recv_x.clone(), back.clone()))
+        pool = buffer.statistics().pool
+        assert pool.results_copied == 0
+        assert pool.capacity_bytes > buffer._backend.runtime.regions.sizes["pool"]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [buffer.dispatch(x, idx, weights, num_worst_tokens=1500 * size).recv_x for _ in range(3)]
+        graph.replay()
+        buffer.synchronize()
+        buffer.sleep(keep_results=True)
+        buffer.wake()
+        for got, want in zip(held, wanted, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+        graph.replay()
+        torch.cuda.synchronize()
+        rows = sent.recv_x.shape[0]
+        assert all(torch.equal(one[:rows], sent.recv_x) for one in captured)
+        del graph, captured, sent, back, got, want
+        held.clear()
+        wanted.clear()
+        gc.collect()
+        comm.Barrier()
+        assert buffer.trim() > 0
+        assert buffer.statistics().pool.capacity_bytes == buffer._backend.runtime.regions.sizes["pool"]
+        torch.cuda.empty_cache()
+        assert _free_bytes(comm) >= before - (64 << 20)
+        _use(buffer, comm)
+
+
 def test_nvshmem_is_not_loaded(comm):
     """Also with GPUs that each process hides from the others."""
     if not comm.rank:
