@@ -144,17 +144,38 @@ def nvshmem_transport() -> str:
 
 
 _SYMMETRIC_MEMORY = "nvshmem", "heap"
+MEMORY_WAYS = "sockets", "files", "pidfd", "fabric", "ipc"
+"""The ways in which ranks pass virtual memory to each other, in the order in which they are tried."""
 
 
 def symmetric_memory() -> str:
     """`DEEPEP_RT_SYMMETRIC_MEMORY`: who provides memory that the GPUs of a host share: "nvshmem", also when unset, or "heap", CUDA's
-    virtual memory. Between hosts, `transport="nvshmem"` always takes NVSHMEM's.
+    virtual memory. Between hosts, `transport="nvshmem"` always takes NVSHMEM's. "heap:" with one of `MEMORY_WAYS` forces this way.
     """
+    return _memory_setting()[0]
+
+
+def memory_way() -> str:
+    """Return the way that `DEEPEP_RT_SYMMETRIC_MEMORY` forces, or an empty text."""
+    return _memory_setting()[1]
+
+
+def _memory_setting() -> tuple[str, str]:
     text = os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") or _SYMMETRIC_MEMORY[0]
-    if text not in _SYMMETRIC_MEMORY:
+    provider, colon, way = text.partition(":")
+    if provider not in _SYMMETRIC_MEMORY or (colon and (provider != "heap" or way not in MEMORY_WAYS)):
+        expected = f"{' or '.join(_SYMMETRIC_MEMORY)}, or heap: with one of {', '.join(MEMORY_WAYS)}"
         remedy = "Set one of these names, or unset the variable."
-        raise argument_error(text, "DEEPEP_RT_SYMMETRIC_MEMORY", " or ".join(_SYMMETRIC_MEMORY), remedy, EPConfigError)
-    return text
+        raise argument_error(text, "DEEPEP_RT_SYMMETRIC_MEMORY", expected, remedy, EPConfigError)
+    return provider, way
+
+
+def socket_dir() -> Path | None:
+    """`DEEPEP_RT_SOCKET_DIR`: a folder where ranks of a host meet that have no common network namespace. Only this user may write to it."""
+    text = os.environ.get("DEEPEP_RT_SOCKET_DIR")
+    if text and not os.path.isabs(text):
+        raise argument_error(text, "DEEPEP_RT_SOCKET_DIR", "an absolute path", "Set one, or unset the variable.", EPConfigError)
+    return Path(text) if text else None
 
 
 def put_gpu_first(index: int, count: int) -> None:
@@ -173,6 +194,7 @@ _READERS = {
     "DEEPEP_RT_TUNING": tuning,
     "DEEPEP_RT_SHARE_GPUS": share_gpus,
     "DEEPEP_RT_SYMMETRIC_MEMORY": symmetric_memory,
+    "DEEPEP_RT_SOCKET_DIR": socket_dir,
     "DEEPEP_RT_NVTX": nvtx,
     "DEEPEP_RT_STATISTICS": statistics,
     "DEEPEP_RT_TIMEOUT_S": timeout_s,

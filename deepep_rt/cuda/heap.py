@@ -1,4 +1,4 @@
-"""Symmetric memory of one host without NVSHMEM: virtual memory of CUDA that the ranks share through file descriptors.
+"""Symmetric memory of one host without NVSHMEM: virtual memory of CUDA that the ranks share; see `sharing` for the ways.
 
 Each rank reserves one range of addresses with a slot for every rank. It maps its own physical memory and that of its peers there. Physical
 memory lives until its last mapping is gone, so a rank frees its region alone: a peer that still writes there reaches memory that it
@@ -10,18 +10,18 @@ peers to map it too. They do so in a thread, whatever their programs do.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
-from ..comm import descriptors
+from .. import _env
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus, agreed
 from ..comm.mailbox import Mailbox
 from ..errors import EPOutOfMemoryError, EPPeerError, EPUnavailableError
 from ..kernels.regions import align_up
 from ..network import NetworkOptions
+from . import sharing
 
 _MAP, _UNMAP = 1, 2  # what a rank asks its peers to do with a segment
 Heard = Callable[[], EPPeerError | None]
@@ -32,14 +32,7 @@ def _nothing_heard() -> None: ...
 
 
 def check_available() -> None:
-    """Raise EPUnavailableError if the current GPU's driver cannot share virtual memory."""
-    from . import driver, virtual_memory  # programs on the host backend may lack CUDA's bindings
-
-    if not virtual_memory.is_supported(driver.current_device()):
-        raise EPUnavailableError(
-            "the CUDA driver shares no virtual memory of this GPU; expected a driver with descriptors of memory. Set "
-            "DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem."
-        )
+    """Raise nothing: `allocate` tries each way to share memory, on all ranks together."""
 
 
 def check_sharing(ranks_per_gpu: Sequence[int]) -> None:
@@ -64,6 +57,8 @@ class HeapMemory:
 
     consensus: Consensus | None = None
     is_local = is_virtual = True
+    way = ""
+    """The way in which the ranks passed the memory, of `_env.MEMORY_WAYS`."""
 
     def __init__(
         self,
@@ -114,25 +109,24 @@ class HeapMemory:
         """Create, exchange and map the memory of the ranks of a group, which are the ranks `here` of the Buffer."""
         from . import virtual_memory
 
+        ways = sharing.ways_of(group, _env.memory_way(), self.way)
         room = virtual_memory.device_bytes(self._device)
         unit, room = map(max, zip(*group.allgather((self._unit, room)), strict=True))
         self._unit = unit
         self._size = size = align_up(self._num_bytes, unit)
         if not self._addresses:
             self._stride = size + align_up(room, unit)
-        with ExitStack() as handles:
-            own, mine = agreed(group, functools.partial(_create, size, self._device, handles), here)
-            theirs = _exchange(group, mine, timeout_s)
-            handles.callback(descriptors.close_all, theirs)
+        shared = sharing.share(group, here, size, self._device, ways, timeout_s)
+        self.way = shared.way
+        if shared.way == sharing.IPC:
+            self._keep_addresses(group, shared)
+            return
+        with closing(shared):
 
             def attach() -> None:
                 if not self._addresses:
-                    self._reserve(len(theirs))
-                for peer, descriptor in enumerate(theirs):
-                    memory = own
-                    if descriptor >= 0:
-                        memory = virtual_memory.import_from(descriptor)
-                        handles.callback(virtual_memory.release, memory)
+                    self._reserve(len(here))
+                for peer, memory in enumerate(shared.memories):
                     try:
                         virtual_memory.map_at(self._addresses[peer], size, memory, self._device)
                     except EPUnavailableError as error:
@@ -143,7 +137,7 @@ class HeapMemory:
                     self._mappings.callback(virtual_memory.unmap, self._addresses[peer], size)
 
             agreed(group, attach, here)
-        if self._mailbox is None:
+        if self._mailbox is None and shared.way == "sockets":  # only then messages surely arrive
             self._mailbox = Mailbox(group, self._map_or_unmap)
 
     def _reserve(self, num_ranks: int) -> None:
@@ -158,6 +152,14 @@ class HeapMemory:
         self._range.callback(virtual_memory.free_range, base, num_ranks * self._stride)
         self._addresses = [base + peer * self._stride for peer in range(num_ranks)]
 
+    def _keep_addresses(self, group: Communicator, shared: sharing.Shared) -> None:
+        """Use memory at addresses that the driver chose. A rank may free its own after all peers have closed it."""
+        self._mappings.push(shared.imported)
+        self._range.push(shared.own)
+        self._addresses = shared.memories
+        self.is_local = self.is_virtual = False
+        self.consensus = Consensus(group)
+
     def grow(self, num_bytes: int, timeout_s: float, heard: Heard = _nothing_heard) -> tuple[int, int]:
         """Map a segment for this rank, on all ranks of the host. Return its offset in the region, and its bytes. Not collective.
 
@@ -165,6 +167,11 @@ class HeapMemory:
             EPOutOfMemoryError: if the GPU has too little memory, or a peer cannot map it.
             EPPeerError: if `heard` returns it.
         """
+        if self._mailbox is None:
+            raise EPOutOfMemoryError(
+                f"way={self.way}: the ranks of this host cannot pass more memory between calls; expected way=sockets. Give them a common "
+                f"network namespace, or more room with num_max_recv_tokens."
+            )
         size, offset = align_up(num_bytes, self._unit), self._size
         for begin, held in sorted(self._segments.items()):
             if offset + size <= begin:
@@ -187,7 +194,8 @@ class HeapMemory:
         from . import driver
 
         with ExitStack() as handles, driver.relaxed_capture_mode():
-            own, mine = _create(size, self._device, handles)
+            own, mine = sharing.create(size, self._device, handles, handles)
+            assert isinstance(mine, int)
             self._map(self.ptr + offset, size, own)
             try:
                 assert self._mailbox is not None
@@ -244,7 +252,11 @@ class HeapMemory:
         self._mappings.close()
 
     def sleep(self) -> None:
-        """Unmap the memory of all ranks. The addresses stay. No work of the GPU may use them until `wake`."""
+        """Unmap the memory of all ranks. The addresses stay. No work of the GPU may use them until `wake`.
+
+        Raise EPUnavailableError on every rank if the addresses cannot stay.
+        """
+        self._check_virtual()
         self._unmap_all()
 
     def wake(self, comm: Communicator, timeout_s: float) -> None:
@@ -254,6 +266,7 @@ class HeapMemory:
             for offset, size in self._segments.items():
                 self._map_segment(offset, size, timeout_s, comm.heard or _nothing_heard)
 
+        self._check_virtual()
         try:
             self._attach(comm, timeout_s)
             agreed(comm, map_segments)
@@ -261,9 +274,20 @@ class HeapMemory:
             self._unmap_all()
             raise
 
+    def _check_virtual(self) -> None:
+        if not self.is_virtual:
+            raise EPUnavailableError(
+                "the ranks of this Buffer share memory by way=ipc (cudaIpc), whose addresses cannot be kept; expected virtual memory. Give "
+                "the ranks of a host a common network namespace, or a folder for sockets with DEEPEP_RT_SOCKET_DIR."
+            )
+
     def all_free(self, is_ok: bool, timeout_s: float) -> bool:
-        """Return `is_ok`: a rank frees its region alone."""
-        return is_ok
+        """Return whether this rank may free its region: `is_ok`, because it does so alone, except with the way "ipc"."""
+        if self.consensus is None:
+            return is_ok
+        if is_ok:
+            self._mappings.close()
+        return self.consensus.all_ok(is_ok, "close the memory of each other", timeout_s)
 
     def free(self) -> None:
         """Unmap the regions of all ranks, and give up the memory of this one. No work of the GPU may use them any more."""
@@ -271,33 +295,8 @@ class HeapMemory:
             self._mailbox.close()
         self._unmap_all()
         self._range.close()
+        if self.consensus is not None:
+            self.consensus.free()
 
 
 allocate = HeapMemory
-
-
-def _create(size: int, device: int, handles: ExitStack) -> tuple[int, int]:
-    """Create this rank's physical memory. Return its handle and a descriptor of it."""
-    from . import virtual_memory
-
-    try:
-        own = virtual_memory.create(size, device)
-    except EPOutOfMemoryError as error:
-        raise EPOutOfMemoryError(
-            f"the GPU has no {size / 1e9:.2f} GB of memory for a Buffer ({error}). See Buffer.size_hint."
-        ) from error
-    handles.callback(virtual_memory.release, own)
-    descriptor = virtual_memory.export(own)
-    handles.callback(descriptors.close_all, [descriptor])
-    return own, descriptor
-
-
-def _exchange(group: Communicator, mine: int, timeout_s: float) -> list[int]:
-    """Exchange descriptors in the first way that works between all ranks."""
-    failed: list[str] = []
-    for way in descriptors.WAYS:
-        try:
-            return descriptors.exchange(group, mine, way, timeout_s)
-        except EPUnavailableError as error:
-            failed.append(f"{way}: {error}")
-    raise EPUnavailableError(f"no way to pass memory between the ranks of this host works. {'. '.join(failed)}.")

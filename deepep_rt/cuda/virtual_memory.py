@@ -5,31 +5,26 @@ Physical memory lives until its last mapping and handle are gone, also those of 
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from cuda.bindings import driver
 
+from ..errors import EPUnavailableError
 from .driver import ok
 
 _DESCRIPTOR = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-
-def is_supported(device: int) -> bool:
-    """Return whether the driver has virtual memory on this GPU, and gives out file descriptors of it."""
-    kinds = driver.CUdevice_attribute
-    return all(
-        ok(driver.cuDeviceGetAttribute(kind, device))
-        for kind in (
-            kinds.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
-            kinds.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
-        )
-    )
+_FABRIC = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+_USUAL_GRANULARITY = 2 << 20
 
 
 def granularity(device: int) -> int:
-    """Return the number of bytes of which sizes and addresses should be multiples."""
+    """Return the number of bytes of which sizes and addresses should be multiples. GPUs without virtual memory have the usual one."""
     recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-    return int(ok(driver.cuMemGetAllocationGranularity(_properties(device), recommended)))
+    try:
+        return int(ok(driver.cuMemGetAllocationGranularity(_properties(device), recommended)))
+    except EPUnavailableError:
+        return _USUAL_GRANULARITY
 
 
 def device_bytes(device: int) -> int:
@@ -37,19 +32,27 @@ def device_bytes(device: int) -> int:
     return int(ok(driver.cuDeviceTotalMem(device)))
 
 
-def create(num_bytes: int, device: int) -> int:
-    """Create physical memory on a GPU, and return its handle. Raise EPOutOfMemoryError if there is too little."""
-    return int(ok(driver.cuMemCreate(num_bytes, _properties(device), 0)))
+def create(num_bytes: int, device: int, is_fabric: bool = False) -> int:
+    """Create physical memory on a GPU, and return its handle. Raise EPOutOfMemoryError if there is too little.
+
+    `is_fabric`: its exports are handles of a fabric of GPUs. The driver refuses that to processes without access to the fabric.
+    """
+    return int(ok(driver.cuMemCreate(num_bytes, _properties(device, _FABRIC if is_fabric else _DESCRIPTOR), 0)))
 
 
-def export(memory: int) -> int:
-    """Return a file descriptor of physical memory, which the caller closes."""
+def export(memory: int, is_fabric: bool = False) -> int | bytes:
+    """Return a file descriptor of physical memory, which the caller closes, or the bytes of its handle of a fabric."""
+    if is_fabric:
+        return bytes(ok(driver.cuMemExportToShareableHandle(memory, _FABRIC, 0)).data)
     return int(ok(driver.cuMemExportToShareableHandle(memory, _DESCRIPTOR, 0)))
 
 
-def import_from(descriptor: int) -> int:
-    """Return a handle of the physical memory of a file descriptor, also of another process."""
-    return int(ok(driver.cuMemImportFromShareableHandle(descriptor, _DESCRIPTOR)))
+def import_from(handle: int | bytes) -> int:
+    """Return a handle of the physical memory that another process has exported."""
+    if isinstance(handle, bytes):
+        held = ctypes.create_string_buffer(handle, len(handle))
+        return int(ok(driver.cuMemImportFromShareableHandle(ctypes.addressof(held), _FABRIC)))
+    return int(ok(driver.cuMemImportFromShareableHandle(handle, _DESCRIPTOR)))
 
 
 def release(memory: int) -> None:
@@ -86,10 +89,10 @@ def unmap(address: int, num_bytes: int) -> None:
     driver.cuMemUnmap(address, num_bytes)
 
 
-def _properties(device: int) -> Any:
+def _properties(device: int, handle_type: Any = _DESCRIPTOR) -> Any:
     made = driver.CUmemAllocationProp()
     made.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     made.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     made.location.id = device
-    made.requestedHandleTypes = _DESCRIPTOR
+    made.requestedHandleTypes = handle_type
     return made

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import driver as cuda
 
-from deepep_rt.cuda import driver, virtual_memory
+from deepep_rt.cuda import driver, ipc, virtual_memory
 
 UNIT = 1 << 16
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -24,19 +24,25 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _FAILED, _FIXED, _NORESERVE = ctypes.c_void_p(-1).value, 0x10, 0x4000
 _OK, _INVALID = cuda.CUresult.CUDA_SUCCESS, cuda.CUresult.CUDA_ERROR_INVALID_VALUE
+_NOT_PERMITTED = cuda.CUresult.CUDA_ERROR_NOT_PERMITTED
+_DESCRIPTOR = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_FABRIC = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _NO_MEMORY, _NO_PATH = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY, cuda.CUresult.CUDA_ERROR_INVALID_DEVICE
 
 
 class VirtualGpu:
     """The calls of `cuda.bindings.driver` that `virtual_memory` makes. `num_bytes` is the memory of the GPU.
 
-    `has_path` says whether it reaches other GPUs. `fail` names calls that fail from now on.
+    `has_path` says whether it reaches other GPUs, and `has_fabric` whether the process may use a fabric: the attribute always says yes.
+    `fail` names calls that fail from now on.
     """
 
     def __init__(self, num_bytes: int = 1 << 30) -> None:
-        self.num_bytes, self.has_path, self.fail = num_bytes, True, set[str]()
+        self.num_bytes, self.has_path, self.has_fabric, self.fail = num_bytes, True, False, set[str]()
         self.most_addresses = 1 << 60  # of one reservation
         self._handles: dict[int, tuple[int, int, bool]] = {}  # descriptor, bytes, whether this process has created it
+        self._kinds: dict[int, Any] = {}  # of the handles that other processes can import
+        self._shared: dict[int, int] = {}  # ordinary memory: address and descriptor
         self._ranges: dict[int, int] = {}
         self._mapped: dict[int, tuple[int, bool]] = {}
         self._next = 1
@@ -62,11 +68,17 @@ class VirtualGpu:
     def cuMemCreate(self, num_bytes: int, properties: Any, flags: int) -> tuple:
         assert num_bytes % UNIT == 0, num_bytes
         assert properties.location.type == cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        if properties.requestedHandleTypes == _FABRIC and not self.has_fabric:
+            return _NOT_PERMITTED, None
+        if "create" in self.fail:
+            return cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
         if sum(size for size, own in self._mapped.values() if own) + num_bytes > self.num_bytes:
             return _NO_MEMORY, None
         descriptor = os.memfd_create("gpu")
         os.ftruncate(descriptor, num_bytes)
-        return _OK, self._handle(descriptor, num_bytes, True)
+        made = self._handle(descriptor, num_bytes, True)
+        self._kinds[made] = properties.requestedHandleTypes
+        return _OK, made
 
     def _handle(self, descriptor: int, num_bytes: int, own: bool) -> int:
         self._next += 1
@@ -76,12 +88,57 @@ class VirtualGpu:
     def cuMemExportToShareableHandle(self, handle: int, kind: Any, flags: int) -> tuple:
         if "export" in self.fail:
             return cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
-        return _OK, os.dup(self._handles[handle][0])
+        assert self._kinds[handle] == kind, "memory is exported as it was created for"
+        if kind == _DESCRIPTOR:
+            return _OK, os.dup(self._handles[handle][0])
+        handle_of_fabric = cuda.CUmemFabricHandle()
+        handle_of_fabric.data = _place_of(self._handles[handle][0])
+        return _OK, handle_of_fabric
 
-    def cuMemImportFromShareableHandle(self, descriptor: int, kind: Any) -> tuple:
+    def cuMemImportFromShareableHandle(self, handle: int, kind: Any) -> tuple:
         if "import" in self.fail:
             return _INVALID, None
-        return _OK, self._handle(os.dup(descriptor), os.fstat(descriptor).st_size, False)
+        descriptor = os.dup(handle) if kind == _DESCRIPTOR else _open_place(ctypes.string_at(handle, 64))
+        return _OK, self._handle(descriptor, os.fstat(descriptor).st_size, False)
+
+    def cuMemAlloc(self, num_bytes: int) -> tuple:
+        if sum(size for size, own in self._mapped.values() if own) + num_bytes > self.num_bytes:
+            return _NO_MEMORY, None
+        descriptor = os.memfd_create("gpu")
+        os.ftruncate(descriptor, num_bytes)
+        return _OK, self._open(descriptor, True)
+
+    def cuMemFree(self, address: int) -> tuple:
+        self._close(address)
+        return (_OK,)
+
+    def cuIpcGetMemHandle(self, address: int) -> tuple:
+        if "ipc" in self.fail:
+            return cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
+        handle = cuda.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), _place_of(self._shared[address]), 64)
+        return _OK, handle
+
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple:
+        assert flags == int(cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        if "open" in self.fail or not self.has_path:
+            return cuda.CUresult.CUDA_ERROR_MAP_FAILED, None
+        return _OK, self._open(_open_place(ctypes.string_at(handle.getPtr(), 64)), False)
+
+    def cuIpcCloseMemHandle(self, address: int) -> tuple:
+        self._close(address)
+        return (_OK,)
+
+    def _open(self, descriptor: int, own: bool) -> int:
+        num_bytes = os.fstat(descriptor).st_size
+        address = _libc.mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        assert address != _FAILED
+        self._shared[address], self._mapped[address] = descriptor, (num_bytes, own)
+        return address
+
+    def _close(self, address: int) -> None:
+        os.close(self._shared.pop(address))
+        _libc.munmap(address, self._mapped.pop(address)[0])
 
     def cuMemRelease(self, handle: int) -> tuple:
         os.close(self._handles.pop(handle)[0])
@@ -128,10 +185,19 @@ class VirtualGpu:
         return (_OK,)
 
 
+def _place_of(descriptor: int) -> bytes:
+    """Return 64 bytes by which other processes find a memory file while this process has it open."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}".encode().ljust(64, b"\0")
+
+
+def _open_place(place: bytes) -> int:
+    return os.open(place.rstrip(b"\0"), os.O_RDWR | os.O_CLOEXEC)
+
+
 def install() -> VirtualGpu:
     """Let this process use such a GPU."""
     gpu: Any = VirtualGpu()
-    virtual_memory.driver = gpu
+    virtual_memory.driver = ipc.driver = gpu
     driver.current_device = lambda: 0
     driver.CurrentContext = driver.relaxed_capture_mode = contextlib.nullcontext  # type: ignore[assignment,misc]
     return gpu

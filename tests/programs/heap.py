@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -61,6 +62,8 @@ def check_ranks_write_to_each_other(comm: MPI.Intracomm) -> None:
 def check_every_way(comm: MPI.Intracomm) -> None:
     before = _open()
     mine, theirs = os.pipe()
+    folder = comm.bcast(tempfile.mkdtemp() if comm.Get_rank() == 0 else None)
+    os.environ["DEEPEP_RT_SOCKET_DIR"] = folder
     for way in descriptors.WAYS:
         found = descriptors.exchange(_communicator(comm), theirs, way, LIMIT_S)
         assert found[comm.Get_rank()] == -1
@@ -74,6 +77,9 @@ def check_every_way(comm: MPI.Intracomm) -> None:
         assert bytes(sorted(os.read(mine, 100) if others else b"")) == others, way
     os.close(mine)
     os.close(theirs)
+    del os.environ["DEEPEP_RT_SOCKET_DIR"]
+    if comm.Get_rank() == 0:
+        os.rmdir(folder)
     assert _open() == before
 
 
@@ -127,7 +133,7 @@ def check_memory_sleeps_and_wakes_at_its_addresses(comm: MPI.Intracomm) -> None:
         memory.sleep()
         assert _open()[1] == before[1]
         if cycle == 3 and comm.Get_rank() == comm.Get_size() - 1:
-            GPU.fail = {"export"}
+            GPU.fail = {"export", "ipc"}
         if cycle == 3:
             with raises(EPUnavailableError, "CUDA_ERROR_NOT_SUPPORTED"):
                 memory.wake(_communicator(comm), LIMIT_S)
@@ -165,7 +171,7 @@ def check_a_failure_of_one_rank_is_that_of_all(comm: MPI.Intracomm) -> None:
         cases += [("import", EPUnavailableError, "CUDA_ERROR_INVALID_VALUE")]
     for step, kind, words in cases:
         if last:
-            GPU.fail, GPU.has_path, GPU.num_bytes = {step}, step != "path", 0 if step == "memory" else 1 << 30
+            GPU.fail, GPU.has_path, GPU.num_bytes = {step, "ipc"}, step != "path", 0 if step == "memory" else 1 << 30
         with raises(kind, words):
             _allocate(comm, 64)
         GPU.fail, GPU.has_path, GPU.num_bytes = set(), True, 1 << 30
@@ -199,12 +205,14 @@ def check_a_rank_that_cannot_send(comm: MPI.Intracomm) -> None:
         memory = _allocate(comm, 64)
         _use(comm, memory, 64)
         memory.free()
+        GPU.fail = {"ipc"}
         if comm.Get_rank() == 0:
             descriptors._copy_out = _refuse
         with raises(EPUnavailableError, "ETOOMANYREFS", "rank 0 may not copy descriptors of rank 1: EPERM"):
             _allocate(comm, 64)
     finally:
         descriptors.socket.socket, descriptors._copy_out = usual, copy  # type: ignore[misc]
+        GPU.fail = set()
     assert time.monotonic() - start < LIMIT_S
     assert (_open(), GPU.left) == (before, (0, 0, 0))
 

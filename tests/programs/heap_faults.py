@@ -1,7 +1,9 @@
-"""A rank dies while the ranks of a host share memory: python heap_faults.py STEP N starts N processes without a GPU and without mpirun.
+"""A rank dies while the ranks of a host share memory: python heap_faults.py N STEP... starts N processes for each step.
 
-The last rank is killed at STEP. The other ranks raise an error that names it, in time; nothing of theirs stays mapped or open. Then they
-share memory among themselves, while a region that they shared with the dead rank before is still mapped.
+They need no GPU and no mpirun. All steps run at the same time, because the ranks mostly wait for the dead one.
+
+The last rank is killed at its step. The other ranks raise an error that names it, in time; nothing of theirs stays mapped or open. Then
+they share memory among themselves, while a region that they shared with the dead rank before is still mapped.
 """
 
 from __future__ import annotations
@@ -87,20 +89,23 @@ def run_rank(step: str, size: int, rank: int, port: int) -> None:
     first.free()
     assert gpu.left == (0, 0, 0)
     assert _open()[1] == 0
-    print(f"rank {rank} passed", flush=True)
+    print(f"{step}: rank {rank} passed\n", end="", flush=True)
     time.sleep(0 if rank else seconds(1))  # rank 0 holds the store
 
 
 def main() -> None:
-    step, size, port = sys.argv[1], int(sys.argv[2]), free_port()
-    # Copies of this process import nothing again.
-    ranks = [multiprocessing.get_context("fork").Process(target=run_rank, args=(step, size, rank, port)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(seconds(60))
-    codes = [process.exitcode for process in ranks]
-    assert codes == [0] * (size - 1) + [-signal.SIGKILL], codes
+    size, steps = int(sys.argv[1]), sys.argv[2:]
+    ports = dict(zip(steps, (free_port() for _ in steps), strict=True))
+    start = multiprocessing.get_context("fork").Process  # copies of this process import nothing again
+    ranks = {step: [start(target=run_rank, args=(step, size, rank, ports[step])) for rank in range(size)] for step in steps}
+    for processes in ranks.values():
+        for process in processes:
+            process.start()
+    for processes in ranks.values():
+        for process in processes:
+            process.join(seconds(60))
+    codes = {step: [process.exitcode for process in processes] for step, processes in ranks.items()}
+    assert all(found == [0] * (size - 1) + [-signal.SIGKILL] for found in codes.values()), codes
 
 
 if __name__ == "__main__":
