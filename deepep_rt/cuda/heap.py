@@ -287,7 +287,11 @@ class HeapMemory:
             return is_ok
         if is_ok:
             self._mappings.close()
-        return self.consensus.all_ok(is_ok, "close the memory of each other", timeout_s)
+        are_ok = self.consensus.all_ok(is_ok, "close the memory of each other", timeout_s)
+        if are_ok:  # otherwise a rank may be gone, and freeing would wait for it
+            self.consensus.free()
+            self.consensus = None
+        return are_ok
 
     def free(self) -> None:
         """Unmap the regions of all ranks, and give up the memory of this one. No work of the GPU may use them any more."""
@@ -295,8 +299,6 @@ class HeapMemory:
             self._mailbox.close()
         self._unmap_all()
         self._range.close()
-        if self.consensus is not None:
-            self.consensus.free()
 
 
 allocate = HeapMemory

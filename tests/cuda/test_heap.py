@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from launch import environment, run_checks
@@ -31,13 +32,15 @@ def test_ways_to_share_memory(num_ranks: int) -> None:
 
 
 FULL = ("send", "create", "export", "introduce", "receive", "reserve", "import", "end")
+FULL += ("files-send", "pidfd-copy", "fabric-import", "ipc-allocate", "ipc-open")
 
 
 @pytest.mark.parametrize("steps", [("map",), pytest.param(FULL, marks=pytest.mark.full, id="others")])
-def test_a_rank_dies_while_ranks_share_memory(steps: tuple[str, ...]) -> None:
+def test_a_rank_dies_while_ranks_share_memory(steps: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="its store connects processes without mpirun")
     words = [sys.executable, str(PROGRAMS / "heap_faults.py"), "3", *steps]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=seconds(90), check=False)
+    env = environment(DEEPEP_RT_SOCKET_DIR=str(tmp_path))
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=seconds(90), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = {f"{step}: rank {rank} passed" for step in steps for rank in range(2)}
     assert passed <= set(done.stdout.splitlines())

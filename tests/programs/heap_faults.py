@@ -25,7 +25,7 @@ from ports import free_port
 from deepep_rt import EPTimeoutError
 from deepep_rt.comm import descriptors
 from deepep_rt.comm.store import StoreCommunicator
-from deepep_rt.cuda import heap, virtual_memory
+from deepep_rt.cuda import heap, ipc, virtual_memory
 
 TIMEOUT_S, BYTES = seconds(1.5), 3 * virtual_gpu.UNIT
 STEPS = {  # module and function: the rank dies before it
@@ -38,7 +38,12 @@ STEPS = {  # module and function: the rank dies before it
     "import": (virtual_memory, "import_from"),
     "map": (virtual_memory, "map_at"),
     "end": (heap, "_end_of_test"),
-}
+    "files-send": (descriptors, "_send_and_receive"),
+    "pidfd-copy": (descriptors, "_copy_out"),
+    "fabric-import": (virtual_memory, "import_from"),
+    "ipc-allocate": (ipc, "allocate"),
+    "ipc-open": (ipc, "open_from"),
+}  # a way before the hyphen is forced
 
 
 def _die(*_: Any) -> None:
@@ -59,6 +64,10 @@ def _comm(store: dist.Store, name: str, rank: int, size: int) -> StoreCommunicat
 
 def run_rank(step: str, size: int, rank: int, port: int) -> None:
     gpu, victim = virtual_gpu.install(), size - 1
+    gpu.has_fabric = True
+    way, has_way, _ = step.partition("-")
+    if has_way:
+        os.environ["DEEPEP_RT_SYMMETRIC_MEMORY"] = f"heap:{way}"
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     ranks = _comm(store, "all", rank, size)
     first = heap.HeapMemory(ranks, BYTES, TIMEOUT_S)
