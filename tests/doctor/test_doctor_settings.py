@@ -33,6 +33,15 @@ from deepep_rt.jit.store import SUFFIX, KernelCache
         ("DEEPEP_RT_ARCH", "sm_70", "DEEPEP_RT_ARCH: arch='sm_70'; expected sm_80 or newer"),
         ("DEEPEP_RT_ARCH", "sm_999", r"DEEPEP_RT_ARCH: arch='sm_999'; expected one that NVRTC \S+ knows: .*sm_90"),
         ("DEEPEP_RT_ARCH", "compute_90", None),
+        ("DEEPEP_RT_SYMMETRIC_MEMORY", "heap:files", None),
+        (
+            "DEEPEP_RT_SYMMETRIC_MEMORY",
+            "heap:",
+            "DEEPEP_RT_SYMMETRIC_MEMORY='heap:'; expected .*heap: with one of sockets, files",
+        ),
+        ("DEEPEP_RT_SYMMETRIC_MEMORY", "nvshmem:ipc", "DEEPEP_RT_SYMMETRIC_MEMORY='nvshmem:ipc'"),
+        ("DEEPEP_RT_SOCKET_DIR", "sockets", "DEEPEP_RT_SOCKET_DIR='sockets'; expected an absolute path"),
+        ("DEEPEP_RT_SOCKET_DIR", "/sockets", None),
     ],
 )
 def test_mistakes_in_settings(name: str, value: str, mistake: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
