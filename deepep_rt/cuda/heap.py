@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 
 from .. import _env
+from ..comm import descriptors
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus, agreed
 from ..comm.mailbox import Mailbox
@@ -137,8 +138,8 @@ class HeapMemory:
                     self._mappings.callback(virtual_memory.unmap, self._addresses[peer], size)
 
             agreed(group, attach, here)
-        if self._mailbox is None and shared.way == "sockets":  # only then messages surely arrive
-            self._mailbox = Mailbox(group, self._map_or_unmap)
+        if self._mailbox is None and shared.way in descriptors.WAYS:
+            self._mailbox = Mailbox(group, self._map_or_unmap, shared.way, timeout_s)
 
     def _reserve(self, num_ranks: int) -> None:
         """Reserve the addresses of all slots. If there are too few, slots have no room to grow."""
@@ -169,8 +170,8 @@ class HeapMemory:
         """
         if self._mailbox is None:
             raise EPOutOfMemoryError(
-                f"way={self.way}: the ranks of this host cannot pass more memory between calls; expected way=sockets. Give them a common "
-                f"network namespace, or more room with num_max_recv_tokens."
+                f"way={self.way}: ranks cannot pass more memory between calls; expected a way with descriptors. Give the ranks of a host a "
+                f"common network namespace, or a folder for sockets with DEEPEP_RT_SOCKET_DIR."
             )
         size, offset = align_up(num_bytes, self._unit), self._size
         for begin, held in sorted(self._segments.items()):
