@@ -16,7 +16,7 @@ from ..comm import descriptors
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus
 from ..errors import EPError, EPOutOfMemoryError, EPUnavailableError
-from ..network import NetworkOptions
+from .transport import MemoryRequest
 
 _T = TypeVar("_T")
 
@@ -44,8 +44,6 @@ def is_shared(comm: Communicator) -> bool:
 class HeapMemory:
     """A region of such memory on each rank; see `transport.SymmetricMemory`. Ranks of other hosts have the address 0.
 
-    `SymmetricAllocator.allocate` has the arguments.
-
     Raises:
         EPOutOfMemoryError: on every rank, if a GPU has too little memory.
         EPUnavailableError: on every rank, if ranks cannot share memory, or have no direct path to each other.
@@ -55,22 +53,15 @@ class HeapMemory:
     consensus: Consensus | None = None
     is_local = True
 
-    def __init__(
-        self,
-        comm: Communicator,
-        num_bytes: int,
-        timeout_s: float,
-        ranks_per_node: int | None = None,
-        network: NetworkOptions | None = None,
-    ) -> None:
+    def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
         from . import driver, virtual_memory  # programs on the host backend may lack CUDA's bindings
 
-        self._device, self._num_bytes = driver.current_device(), num_bytes
+        self._device, self._num_bytes = driver.current_device(), request.num_bytes
         self._unit = virtual_memory.granularity(self._device)
         self._range, self._mappings = ExitStack(), ExitStack()
         self._addresses: list[int] = []
         try:
-            here = self._attach(comm, timeout_s)
+            here = self._attach(comm, request.timeout_s)
         except BaseException:
             self.free()
             raise

@@ -18,7 +18,7 @@ from .._install import pip_install_cuda
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus, timed_allgather
 from ..errors import EPConfigError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
-from ..network import NetworkOptions
+from .transport import MemoryRequest
 
 _log = logging.getLogger("deepep_rt")
 
@@ -207,7 +207,7 @@ def _hidden_gpus_hint(rank: int, num_gpus: int, num_here: int) -> str:
 
 
 class NvshmemMemory:
-    """A region of NVSHMEM's symmetric memory; see `transport.SymmetricMemory`. `SymmetricAllocator.allocate` has the arguments.
+    """A region of NVSHMEM's symmetric memory; see `transport.SymmetricMemory`.
 
     NVSHMEM allocates over its whole runtime. If the Buffer has fewer ranks, all other ranks of the runtime have to allocate the same size
     at the same time, for Buffers of their own.
@@ -221,19 +221,12 @@ class NvshmemMemory:
 
     is_local = False
 
-    def __init__(
-        self,
-        comm: Communicator,
-        num_bytes: int,
-        timeout_s: float,
-        ranks_per_node: int | None = None,
-        network: NetworkOptions | None = None,
-    ) -> None:
-        nvshmem = self._nvshmem = load()
-        self._runtime = runtime(comm, network.environment() if network else None)
+    def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
+        nvshmem, num_bytes = load(), request.num_bytes
+        self._nvshmem, self._runtime = nvshmem, runtime(comm, request.network.environment() if request.network else None)
         self.consensus: Consensus | None = None  # over the runtime, if it has more ranks than the Buffer
         if self._runtime.comm is not None:
-            _check_same_size(self._runtime.comm, comm.heard, num_bytes, timeout_s)
+            _check_same_size(self._runtime.comm, comm.heard, num_bytes, request.timeout_s)
             if comm.Get_size() < self._runtime.num_pes:
                 self.consensus = Consensus(self._runtime.comm)
         self.ptr = nvshmem.malloc(num_bytes)
@@ -242,7 +235,7 @@ class NvshmemMemory:
         pes = comm.allgather(self._runtime.my_pe)
         self.peers = [self.ptr if pe == self._runtime.my_pe else nvshmem.ptr(self.ptr, pe) for pe in pes]
         self.network_ids: Sequence[int] = pes
-        rank, node = comm.Get_rank(), ranks_per_node or comm.Get_size()
+        rank, node = comm.Get_rank(), request.ranks_per_node or comm.Get_size()
         unreachable = [peer for peer, address in enumerate(self.peers) if not address and peer // node == rank // node]
         failed = {at: peers for at, peers in enumerate(comm.allgather(unreachable)) if peers}
         if failed:

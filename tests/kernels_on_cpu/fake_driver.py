@@ -22,6 +22,7 @@ from deepep_rt.comm import convert
 from deepep_rt.config import Config
 from deepep_rt.cuda import driver, nvshmem, stream_tracking, topology, transport
 from deepep_rt.cuda.stream_tracking import StreamMemory
+from deepep_rt.cuda.transport import MemoryRequest
 from deepep_rt.jit import compiler as jit_compiler
 from deepep_rt.jit import launch
 from deepep_rt.network import Choice
@@ -207,7 +208,8 @@ class _SymmetricMemory:
     consensus = None
     is_local = False
 
-    def __init__(self, fake: FakeDriver, comm: Any, num_bytes: int, timeout_s: float, node_size: int, *_: object) -> None:
+    def __init__(self, fake: FakeDriver, comm: Any, request: MemoryRequest) -> None:
+        num_bytes, node_size = request.num_bytes, request.ranks_per_node or fake.num_ranks
         if not fake.symmetric:
             fake.symmetric, allocation = [fake.gpus.allocate(num_bytes) for _ in range(fake.num_ranks)], next(fake.numbers)
             for rank, ptr in enumerate(fake.symmetric):

@@ -20,6 +20,7 @@ from deepep_rt import EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.comm import convert, descriptors
 from deepep_rt.comm.communicator import Communicator
 from deepep_rt.cuda import heap
+from deepep_rt.cuda.transport import MemoryRequest
 
 GPU = virtual_gpu.install()
 LIMIT_S = 20.0
@@ -30,7 +31,7 @@ def _communicator(comm: MPI.Intracomm) -> Communicator:
 
 
 def _allocate(comm: MPI.Intracomm, num_bytes: int) -> heap.HeapMemory:
-    return heap.HeapMemory(_communicator(comm), num_bytes, LIMIT_S)
+    return heap.HeapMemory(_communicator(comm), MemoryRequest(num_bytes, LIMIT_S))
 
 
 def _open() -> tuple[int, int]:

@@ -20,7 +20,7 @@ from ...cuda import driver, nvshmem
 from ...cuda.nics import line_rate, list_nics
 from ...cuda.relay_memory import RelayAllocator
 from ...cuda.topology import choose_device
-from ...cuda.transport import SymmetricAllocator, SymmetricMemory
+from ...cuda.transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
 from ...description import LinkRates
 from ...errors import EPConfigError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import compiler
@@ -195,12 +195,13 @@ class CudaBackend:
     def _allocate(self, allocator: SymmetricAllocator, num_bytes: int, network: NetworkOptions | None) -> SymmetricMemory:
         """Allocate symmetric memory on all ranks, or on none."""
         config, comm = self._config, self.comm
+        request = MemoryRequest(num_bytes, config.timeout_s, config.node_size, network)
         if not config.has_relay:  # the ranks allocate together, so they fail together
-            return allocator.allocate(comm, num_bytes, config.timeout_s, config.node_size, network)
+            return allocator.allocate(comm, request)
         memory = None
         try:
             with self._consensus.step():
-                memory = allocator.allocate(comm, num_bytes, config.timeout_s, config.node_size, network)
+                memory = allocator.allocate(comm, request)
         except EPUnavailableError:
             if memory is not None:  # another host failed; all ranks of this one have the memory, and free it
                 memory.free()
