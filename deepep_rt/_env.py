@@ -143,17 +143,18 @@ def nvshmem_transport() -> str:
     return os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "")
 
 
-_SYMMETRIC_MEMORY = "nvshmem", "heap"
+_SYMMETRIC_MEMORY = "auto", "heap", "nvshmem"
+DEFAULT_SYMMETRIC_MEMORY = "nvshmem"
 
 
 def symmetric_memory() -> str:
-    """`DEEPEP_RT_SYMMETRIC_MEMORY`: who provides memory that the GPUs of a host share: "nvshmem", also when unset, or "heap", CUDA's
-    virtual memory. Between hosts, `transport="nvshmem"` always takes NVSHMEM's.
+    """`DEEPEP_RT_SYMMETRIC_MEMORY`: who provides memory that the GPUs of a host share: "nvshmem", also when unset; "heap", CUDA's
+    virtual memory; or "auto", this one where it works. Between hosts, `transport="nvshmem"` always takes NVSHMEM's.
     """
-    text = os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") or _SYMMETRIC_MEMORY[0]
+    text = os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") or DEFAULT_SYMMETRIC_MEMORY
     if text not in _SYMMETRIC_MEMORY:
         remedy = "Set one of these names, or unset the variable."
-        raise argument_error(text, "DEEPEP_RT_SYMMETRIC_MEMORY", " or ".join(_SYMMETRIC_MEMORY), remedy, EPConfigError)
+        raise argument_error(text, "DEEPEP_RT_SYMMETRIC_MEMORY", ", ".join(_SYMMETRIC_MEMORY), remedy, EPConfigError)
     return text
 
 

@@ -19,7 +19,7 @@ from spmd import idle_barrier, main, raises
 from deepep_rt import EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.comm import convert, descriptors
 from deepep_rt.comm.communicator import Communicator
-from deepep_rt.cuda import heap
+from deepep_rt.cuda import heap, nvshmem, provider
 from deepep_rt.cuda.transport import MemoryRequest
 
 GPU = virtual_gpu.install()
@@ -174,6 +174,34 @@ def check_a_failure_of_one_rank_is_that_of_all(comm: MPI.Intracomm) -> None:
     memory = _allocate(comm, 64)
     _use(comm, memory, 64)
     memory.free()
+
+
+def check_nvshmem_comes_where_one_rank_cannot_share(comm: MPI.Intracomm) -> None:
+    """All ranks take it together. Nothing of the attempt stays, and without NVSHMEM all ranks have both reasons."""
+    last = comm.Get_rank() == comm.Get_size() - 1
+    allocator = provider.AutoAllocator(nvshmem)
+    memory = allocator.allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
+    assert isinstance(memory, heap.HeapMemory)
+    _use(comm, memory, 64)
+    memory.free()
+    before, usual = _open(), (nvshmem.allocate, nvshmem.check_available)
+    try:
+        nvshmem.allocate, nvshmem.check_available = (lambda comm, request: "NVSHMEM's"), lambda: None  # type: ignore[assignment,misc,return-value]
+        GPU.fail = {"export"} if last else set()
+        found: Any = provider.AutoAllocator(nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
+        assert found == "NVSHMEM's"
+        if last:
+            nvshmem.check_available = _is_missing
+        with raises(EPUnavailableError, "CUDA_ERROR_NOT_SUPPORTED", f"NVSHMEM: rank {comm.Get_size() - 1}: it is not installed"):
+            provider.AutoAllocator(nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
+    finally:
+        GPU.fail = set()
+        nvshmem.allocate, nvshmem.check_available = usual  # type: ignore[misc]
+    assert (_open(), GPU.left) == (before, (0, 0, 0))
+
+
+def _is_missing() -> None:
+    raise EPUnavailableError("it is not installed")
 
 
 class _NoRoom(socket.socket):

@@ -16,9 +16,9 @@ from ...arrays.view import HOST, View
 from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus
 from ...config import MAX_NODES, Config
-from ...cuda import driver, nvshmem
+from ...cuda import driver
 from ...cuda.nics import line_rate, list_nics
-from ...cuda.relay_memory import RelayAllocator
+from ...cuda.provider import allocator_of
 from ...cuda.topology import choose_device
 from ...cuda.transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
 from ...description import LinkRates
@@ -80,7 +80,7 @@ class CudaBackend:
     ) -> None:
         self.comm = comm = communicator.Dup()
         self._consensus = Consensus(comm)
-        allocator = _allocator_of(config)
+        allocator = allocator_of(config, _env.symmetric_memory())
         device = choose_device(comm, self._consensus, allocator)
         with self._consensus.step():
             self.context = driver.CurrentContext()
@@ -387,17 +387,6 @@ class CudaBackend:
     def _free_communicators(self) -> None:
         self._consensus.free()
         self.comm.Free()
-
-
-def _allocator_of(config: Config) -> SymmetricAllocator:
-    """Return what provides the symmetric memory. A network of NVSHMEM needs all of it in NVSHMEM's memory."""
-    if config.has_relay and (config.node_size == 1 or _env.symmetric_memory() == "nvshmem"):
-        return RelayAllocator(config.node_size)
-    if _env.symmetric_memory() == "nvshmem" or (config.has_network and not config.has_relay):
-        return nvshmem
-    from ...cuda import heap  # it needs sockets, whose module takes milliseconds to load
-
-    return heap
 
 
 def _memory_of(layout: Layout) -> dict[str, int]:
