@@ -52,6 +52,7 @@ class HeapMemory:
 
     consensus: Consensus | None = None
     is_local = True
+    way = "sockets"
 
     def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
         from . import driver, virtual_memory  # programs on the host backend may lack CUDA's bindings

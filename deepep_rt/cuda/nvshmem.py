@@ -220,6 +220,7 @@ class NvshmemMemory:
     """
 
     is_local = False
+    way = "nvshmem"
 
     def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
         nvshmem, num_bytes = load(), request.num_bytes

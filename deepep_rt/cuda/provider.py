@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..comm.communicator import Communicator
 from ..config import Config
@@ -12,6 +12,12 @@ from . import nvshmem
 from .relay_memory import RelayAllocator
 from .transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
 
+_WAYS = {
+    "nvshmem": "NVSHMEM",
+    "driver": "CUDA driver, not shared",
+    "sockets": "CUDA virtual memory, shared by descriptors over sockets",
+    "pidfd": "CUDA virtual memory, shared by descriptors that ranks copy from each other's processes",
+}
 _log = logging.getLogger("deepep_rt")
 _warned: set[str] = set()
 
@@ -31,6 +37,11 @@ def allocator_of(config: Config, setting: str) -> SymmetricAllocator:
     from . import heap  # it needs sockets, whose module takes milliseconds to load
 
     return heap
+
+
+def describe_ways(ways: Iterable[str]) -> str:
+    """Describe who provides symmetric memory and how ranks share it, from each rank's `SymmetricMemory.way`."""
+    return "; ".join(dict.fromkeys(_WAYS.get(way, f"CUDA virtual memory, shared by {way}") for way in ways))
 
 
 class AutoAllocator:

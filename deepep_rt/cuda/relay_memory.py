@@ -61,6 +61,7 @@ class DriverMemory:
 
     consensus: Consensus | None = None
     is_local = True
+    way = "driver"
 
     def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
         from . import driver  # programs on the host backend may lack CUDA's bindings
@@ -99,6 +100,7 @@ class HostMemory:
     """NVSHMEM's memory over the ranks of this host; see `transport.SymmetricMemory`. Ranks of other hosts have the address 0."""
 
     is_local = False
+    way = "nvshmem"
 
     def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
         here = comm.ranks_on_host()

@@ -132,6 +132,10 @@ class SymmetricMemory(Protocol):
         """Whether a rank may free its region while other ranks still use theirs, and write to this one."""
 
     @property
+    def way(self) -> str:
+        """Who provides the region, or how ranks pass it to each other; see `provider.describe_ways`."""
+
+    @property
     def consensus(self) -> Consensus | None:
         """Agreement with ranks outside of the Buffer that allocated the region too; None if there are none."""
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_ranks import FakeRanks
+from host_time import build_empty_driver
+from launch import environment, python_on, run_command
+from paths import PROGRAMS
+from without import without
 
 from deepep_rt import EPConfigError, EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.config import Config
 from deepep_rt.cuda import heap, nvshmem, provider
-from deepep_rt.cuda.provider import AutoAllocator, allocator_of
+from deepep_rt.cuda.provider import AutoAllocator, allocator_of, describe_ways
 from deepep_rt.cuda.relay_memory import RelayAllocator
 from deepep_rt.cuda.transport import MemoryRequest
 
@@ -132,3 +138,19 @@ def test_ranks_outside_of_the_buffer(tried: list[str], monkeypatch: pytest.Monke
     assert allocator.is_shared(FakeRanks())
     allocator.allocate(FakeRanks(), REQUEST)
     assert not allocator.is_shared(FakeRanks())
+
+
+def test_ways_of_several_hosts() -> None:
+    assert describe_ways(["sockets", "sockets"]) == "CUDA virtual memory, shared by descriptors over sockets"
+    assert describe_ways(["fabric", "nvshmem"]) == "CUDA virtual memory, shared by fabric; NVSHMEM"
+
+
+@pytest.mark.full
+def test_buffers_where_nvshmem_is_not_installed(tmp_path: Path) -> None:
+    (driver := tmp_path / "driver").mkdir()
+    build_empty_driver(str(driver))
+    blocked = without(tmp_path, "nvshmem")["PYTHONPATH"]
+    found = environment(LD_LIBRARY_PATH=str(driver), DEEPEP_RT_SHARE_GPUS="1", DEEPEP_RT_CACHE_DIR=str(tmp_path / "cache"))
+    found["PYTHONPATH"] = os.pathsep.join([blocked, found["PYTHONPATH"]])
+    printed, _ = run_command(*python_on(2, PROGRAMS / "without_nvshmem.py"), **found)
+    assert printed.count(": passed") == 2

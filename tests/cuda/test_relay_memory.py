@@ -33,6 +33,7 @@ def test_nvshmem_allocates_over_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPa
 
     memory = _allocate(monkeypatch, allocate)
     assert (memory.ptr, memory.peers, list(memory.network_ids)) == (20, [0, 0, 10, 20], [0, 1, 2, 3])
+    assert memory.way == "nvshmem"
     assert not memory.all_free(True, 1.0), "NVSHMEM's runtime may have more ranks than the Buffer"
     memory.free()
     assert freed == [20]
@@ -65,7 +66,7 @@ def test_nodes_of_one_rank_do_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -
     allocator.check_available()
     allocator.check_sharing([1, 2])
     memory = allocator.allocate(FakeRanks(4, rank=1, hosts=HOSTS), MemoryRequest(64, 1.0, 1))
-    assert (memory.ptr, memory.peers, memory.consensus) == (4096, [0, 4096, 0, 0], None)
+    assert (memory.ptr, memory.peers, memory.consensus, memory.way) == (4096, [0, 4096, 0, 0], None, "driver")
     assert memory.all_free(True, 1.0)
     assert not memory.all_free(False, 1.0)
     memory.free()

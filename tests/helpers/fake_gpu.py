@@ -279,6 +279,7 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         consensus = None
         is_local = False
+        way = "nvshmem"
 
         def __init__(self, *_: object) -> None: ...
         def all_free(self, sound: bool, timeout_s: float) -> bool:

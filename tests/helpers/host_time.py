@@ -58,7 +58,7 @@ def make_buffer() -> Any:
     from deepep_rt.jit import compiler, launch
 
     class Memory:
-        ptr, network_ids, consensus, is_local = BASE, range(4), None, False
+        ptr, network_ids, consensus, is_local, way = BASE, range(4), None, False, "nvshmem"
         peers = tuple(BASE + (rank << 36) for rank in range(4))
 
         def __init__(self, *_: object) -> None: ...

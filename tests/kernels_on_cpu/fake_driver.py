@@ -211,6 +211,7 @@ class _SymmetricMemory:
 
     consensus = None
     is_local = False
+    way = "nvshmem"
 
     def __init__(self, fake: FakeDriver, comm: Any, request: MemoryRequest) -> None:
         num_bytes, node_size = request.num_bytes, request.ranks_per_node or fake.num_ranks

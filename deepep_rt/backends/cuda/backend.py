@@ -18,7 +18,7 @@ from ...comm.consensus import Consensus
 from ...config import MAX_NODES, Config
 from ...cuda import driver
 from ...cuda.nics import line_rate, list_nics
-from ...cuda.provider import allocator_of
+from ...cuda.provider import allocator_of, describe_ways
 from ...cuda.topology import choose_device
 from ...cuda.transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
 from ...description import LinkRates
@@ -145,6 +145,8 @@ class CudaBackend:
                 driver.synchronize(0)
             if self.runtime.network is not None:
                 self.runtime.network.start_relay()
+            ways = comm.allgather(self._memory.way) if config.has_relay else [self._memory.way]  # each host has its own
+            self.description = dataclasses.replace(self.description, provider=describe_ways(ways))
         except Exception:
             if self._frees_alone:
                 if self._stops_in_time(False):

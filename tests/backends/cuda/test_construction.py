@@ -310,13 +310,19 @@ def test_hosts_allocate_for_themselves_with_a_relay(fake: FakeGpu, make: Any, mo
     assert fake.freed.count(BASE) == 2
 
 
-def test_the_description_of_a_buffer(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_description_of_a_buffer(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path))
     with make() as buffer:
         found = buffer.describe()
     assert (found.backend, found.num_nodes, found.transport, found.path) == ("cuda", 1, "", "")
     assert found.gpus == ("Fake GPU (sm_90)",) * 4
     assert found.memory["total"] == Layout(buffer.config).size_hint["total"]
+    assert found.provider == "NVSHMEM"
+    monkeypatch.setattr(fake.allocator.allocate, "way", "sockets")
+    with make() as buffer:
+        assert buffer.describe().provider == "CUDA virtual memory, shared by descriptors over sockets"
+    with make(ranks_per_node=1, network=NetworkOptions(transport="mpi")) as buffer:
+        assert buffer.describe().provider == "CUDA driver, not shared"
     with make(ranks_per_node=2) as buffer:
         found = buffer.describe()
     assert (found.transport, found.transport_reason) == ("nvshmem", "all ranks are on one host")
