@@ -36,6 +36,7 @@ class Runtime:
 _runtime: Runtime | None = None
 _lost_start = ""  # the error of an earlier start that did not end
 
+_OTHER_MEMORY = " Inside one node, DEEPEP_RT_SYMMETRIC_MEMORY=auto has no such limit."
 _STARTING = "the start of NVSHMEM"
 _START_S, _ROLL_CALL_S, _REMINDER_S = 300.0, 10.0, 30.0
 
@@ -55,7 +56,7 @@ def check_sharing(ranks_per_gpu: Sequence[int]) -> None:
         num_gpus = len(ranks_per_gpu)
         raise EPConfigError(
             f"{sum(ranks_per_gpu)} ranks on {num_gpus} GPUs: some share one and others do not; expected the same number of ranks on each, "
-            f"for NVSHMEM. Start a multiple of {num_gpus} ranks, or show them fewer GPUs with CUDA_VISIBLE_DEVICES."
+            f"for NVSHMEM. Start a multiple of {num_gpus} ranks, or show them fewer GPUs with CUDA_VISIBLE_DEVICES.{_OTHER_MEMORY}"
         )
 
 
@@ -112,13 +113,13 @@ def runtime(comm: Communicator, environment: Mapping[str, str] | None = None) ->
     pes = {pe for pe, _ in members}
     if len(pes) != len(members) or len({total for _, total in members}) != 1:
         raise EPConfigError(
-            "the ranks of this Buffer belong to different NVSHMEM runtimes; expected one runtime. Make the first Buffer over all ranks, "
-            "and all Buffers with one transport."
+            f"the ranks of this Buffer belong to different NVSHMEM runtimes; expected one runtime. Make the first Buffer over all ranks, "
+            f"and all Buffers with one transport.{_OTHER_MEMORY}"
         )
     if _runtime.comm is None and _runtime.num_pes != len(members):
         raise EPConfigError(
             f"the program started NVSHMEM over {_runtime.num_pes} processes; expected a Buffer over all of them, but this one has "
-            f"{len(members)} ranks. Make it over all processes."
+            f"{len(members)} ranks. Make it over all processes.{_OTHER_MEMORY}"
         )
     return _runtime
 
@@ -202,7 +203,7 @@ def _hidden_gpus_hint(rank: int, num_gpus: int, num_here: int) -> str:
         return ""
     return (
         f" Rank {rank} sees {num_gpus} GPUs, and its host holds {num_here} ranks; expected at least {num_here}. Give all ranks of a host "
-        f"the same CUDA_VISIBLE_DEVICES; see neighbours-hidden in docs/when-it-does-not-work.md."
+        f"the same CUDA_VISIBLE_DEVICES; see neighbours-hidden in docs/when-it-does-not-work.md.{_OTHER_MEMORY}"
     )
 
 
@@ -275,7 +276,7 @@ def _check_same_size(
     if len(sizes) != 1:
         raise EPConfigError(
             f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)} bytes. Make the Buffers of all "
-            f"groups with the same sizes and numbers of ranks."
+            f"groups with the same sizes and numbers of ranks.{_OTHER_MEMORY}"
         )
 
 

@@ -145,7 +145,6 @@ def test_ways_of_several_hosts() -> None:
     assert describe_ways(["fabric", "nvshmem"]) == "CUDA virtual memory, shared by fabric; NVSHMEM"
 
 
-@pytest.mark.full
 def test_buffers_where_nvshmem_is_not_installed(tmp_path: Path) -> None:
     (driver := tmp_path / "driver").mkdir()
     build_empty_driver(str(driver))
