@@ -30,6 +30,7 @@ def check_available() -> None:
             "the CUDA driver shares no virtual memory of this GPU; expected a driver with descriptors of memory. Set "
             "DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem."
         )
+    virtual_memory.granularity(driver.current_device())  # ranks allocate together, and this may fail on one of them alone
 
 
 def check_sharing(ranks_per_gpu: Sequence[int]) -> None:

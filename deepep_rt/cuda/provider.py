@@ -87,7 +87,7 @@ class AutoAllocator:
         try:
             memory = self._fallback.allocate(comm, request)
         except EPUnavailableError as error:
-            raise EPUnavailableError(f"{error} NVSHMEM was to provide the memory, because {no_heap}") from error
+            raise EPUnavailableError(f"{str(error).rstrip('.')}. NVSHMEM was to provide the memory, because {no_heap}") from error
         self._chosen = self._fallback
         return memory
 
@@ -99,7 +99,7 @@ class AutoAllocator:
         if no_nvshmem:
             raise EPUnavailableError(
                 f"neither CUDA's virtual memory nor NVSHMEM can provide symmetric memory; expected one of them. Virtual memory: "
-                f"{no_heap} NVSHMEM: {no_nvshmem}"
+                f"{no_heap.rstrip('.')}. NVSHMEM: {no_nvshmem}"
             )
         if comm.Get_rank() == 0 and no_heap not in _warned:
             _warned.add(no_heap)
