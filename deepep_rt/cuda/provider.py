@@ -118,7 +118,12 @@ def _try_heap(comm: Communicator, request: MemoryRequest) -> tuple[SymmetricMemo
         memory = heap.allocate(comm, request)
     except (EPUnavailableError, EPOutOfMemoryError) as error:
         failure = error
-    told = comm.allgather(None if failure is None else (isinstance(failure, EPOutOfMemoryError), str(failure)))
+    try:
+        told = comm.allgather(None if failure is None else (isinstance(failure, EPOutOfMemoryError), str(failure)))
+    except BaseException:
+        if memory is not None:
+            memory.free()
+        raise
     failed = sorted(filter(None, told), key=lambda found: not found[0])  # NVSHMEM would find no more memory
     if not failed:
         return memory, ""

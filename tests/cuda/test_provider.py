@@ -15,7 +15,7 @@ from launch import environment, python_on, run_command
 from paths import PROGRAMS
 from without import without
 
-from deepep_rt import EPConfigError, EPOutOfMemoryError, EPUnavailableError
+from deepep_rt import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.config import Config
 from deepep_rt.cuda import heap, nvshmem, provider
 from deepep_rt.cuda.provider import AutoAllocator, allocator_of, describe_ways
@@ -108,6 +108,20 @@ def test_too_little_memory_is_no_reason_for_nvshmem(tried: list[str], monkeypatc
     with pytest.raises(EPOutOfMemoryError, match="a GPU has no 8 GB"):
         AutoAllocator(nvshmem).allocate(FakeRanks(gather=lambda mine: told if mine is None else [mine] * 4), REQUEST)
     assert (freed, tried) == ([1], [])
+
+
+def test_nothing_stays_where_a_rank_is_silent(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(heap, "allocate", lambda comm, request: SimpleNamespace(free=lambda: freed.append(1)))
+
+    def gather(mine: Any) -> list[Any]:
+        if mine is None:
+            raise EPTimeoutError("rank 1 is silent", rank=0, peer=1, phase="x")
+        return [mine] * 4
+
+    with pytest.raises(EPTimeoutError, match="rank 1 is silent"):
+        AutoAllocator(nvshmem).allocate(FakeRanks(gather=gather), REQUEST)
+    assert freed == [1]
 
 
 @pytest.mark.parametrize("what", ["missing", "sharing", "start"])

@@ -204,8 +204,9 @@ class CudaBackend:
         try:
             with self._consensus.step():
                 memory = allocator.allocate(comm, request)
-        except EPUnavailableError:
-            if memory is not None:  # another host failed; all ranks of this one have the memory, and free it
+        except BaseException as error:
+            # If another host failed, all ranks of this one have the memory, and free it together. No rank uses it yet.
+            if memory is not None and (memory.is_local or isinstance(error, EPUnavailableError)):
                 memory.free()
             raise
         assert memory is not None

@@ -309,6 +309,19 @@ def test_hosts_allocate_for_themselves_with_a_relay(fake: FakeGpu, make: Any, mo
         make(ranks_per_node=2, network=relay)
     assert fake.freed.count(BASE) == 2
 
+    def be_silent(consensus: Consensus, *_: Any) -> bool:
+        steps.append(True)
+        consensus.silent_ranks = [2] if len(steps) == 2 else []
+        return len(steps) != 2
+
+    monkeypatch.setattr(Consensus, "all_ok", be_silent)
+    for is_local in (False, True):
+        steps.clear()
+        monkeypatch.setattr(fake.allocator.allocate, "is_local", is_local)
+        with pytest.raises(EPTimeoutError, match="for rank 2, which did not arrive"):
+            make(ranks_per_node=2, network=relay)
+        assert fake.freed.count(BASE) == 2 + is_local, "NVSHMEM frees on all ranks together"
+
 
 def test_the_description_of_a_buffer(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path))
