@@ -289,6 +289,8 @@ QUIET: dict[str, tuple[dict[str, Any], Callable[[JobReport], None], dict[str, st
     # NVSHMEM asks NVML about GPUs that only one rank sees. Different variables make no other finding.
     "GPUs that only one rank sees": (dict(ranks=2), hide_other_gpus, {"neighbours-hidden": "warning"}),
     "GPUs that no other rank needs to see": (dict(ranks=2), combined(hide_other_gpus, memory_is("heap")), {}),
+    "GPUs that some ranks share without NVSHMEM": (
+        dict(ranks=3, num_gpus=2), combined(memory_is("heap"), set_facts("settings", share_gpus=True)), {"shared-gpu": "note"}),
     "an NVSHMEM that is not needed": (
         dict(ranks=2), combined(memory_is("auto"), fail_probe("nvshmem_host")), {"no-nvshmem": "note"}),
     "an NVSHMEM that a network needs": (

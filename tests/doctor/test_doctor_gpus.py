@@ -89,6 +89,7 @@ def test_two_ranks_on_one_gpu(doctor: Doctor, gpu_machine: dict[str, str]) -> No
     assert [(report["local_rank"], report["group"]) for report in answer["ranks"]] == [(0, 0), (1, 0), (2, 0)]
     two_gpus["DEEPEP_RT_SHARE_GPUS"] = "1"
     assert "they take turns" in found_text(doctor.json(command=four, **two_gpus), "shared-gpu")
+    two_gpus["DEEPEP_RT_SYMMETRIC_MEMORY"] = "nvshmem"
     assert "have one to themselves" in found_text(doctor.json(command=three, status=1, **two_gpus), "shared-gpu")
 
 
