@@ -1,4 +1,4 @@
-"""Make the first Buffer of this process, and write what each stage took. `bench/start.py` starts this file by its path.
+"""Make the first Buffer of this process and further ones, and write what they took. `bench/start.py` starts this file by its path.
 
 It is no module of the package, which Python would import before it. So it measures that import too.
 """
@@ -6,6 +6,7 @@ It is no module of the package, which Python would import before it. So it measu
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ def functions_of(backend: str) -> list[tuple[str, Any, str]]:
 
 
 def make_buffer(clock: Clock, backend: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Make the Buffer in stages, and destroy it. Return what it runs on."""
+    """Make the Buffer in stages, make further ones, and destroy them. Return what they run on, and what the further ones took."""
     from mpi4py import MPI
     from stages import Stages
 
@@ -100,10 +101,43 @@ def make_buffer(clock: Clock, backend: str, sizes: dict[str, Any]) -> dict[str, 
         buffer = deepep_rt.Buffer(MPI.COMM_WORLD, backend=backend, **sizes)
     with buffer:
         gpus, num_ranks = buffer.describe().gpus, buffer.config.num_ranks
+        later_ms = make_later_buffers(backend, sizes)
     whole_ms = clock.spent.pop("Buffer: rest")
     spent_ms = {name: stages.spent[name].ns / 1e6 for name, _, _ in functions}
     clock.spent |= {**spent_ms, "Buffer: rest": whole_ms - sum(spent_ms.values())}
-    return {"gpu": gpus[0], "num_ranks": num_ranks, "is_first": MPI.COMM_WORLD.rank == 0}
+    return {"gpu": gpus[0], "num_ranks": num_ranks, "later_ms": later_ms, "is_first": MPI.COMM_WORLD.rank == 0}
+
+
+def make_later_buffers(backend: str, sizes: dict[str, Any]) -> dict[str, float]:
+    """Make and destroy Buffers while the first one lives. Return their milliseconds on rank 0.
+
+    With memory of NVSHMEM, all ranks make Buffers of one size at the same time. So these are in two halves, and no group leaves one out.
+    """
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    rank, size = world.rank, world.size
+    groups = {"second Buffer": [True] * size, "third Buffer": [True] * size}
+    if size % 2 == 0:
+        groups["new Buffer over half of the ranks"] = [peer < size // 2 for peer in range(size)]
+    if size > 1 and (backend == "host" or os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") == "heap"):
+        groups["new Buffer over all ranks but the last"] = [peer < size - 1 for peer in range(size)]
+    return {name: _make_in_group(world.Split(members[rank], rank), backend, sizes, world) for name, members in groups.items()}
+
+
+def _make_in_group(group: Any, backend: str, sizes: dict[str, Any], world: Any) -> float:
+    """Return the milliseconds of a Buffer over a group. All groups make theirs at the same time, with as many experts on a rank."""
+    import deepep_rt
+
+    more = {"num_experts": sizes["num_experts"] // world.size * group.size}
+    more["num_topk"] = min(sizes["num_topk"], more["num_experts"])
+    world.Barrier()
+    begin = monotonic_ns()
+    buffer = deepep_rt.Buffer(group, backend=backend, **{**sizes, **more})
+    ms = (monotonic_ns() - begin) / 1e6
+    buffer.destroy()
+    group.Free()
+    return ms
 
 
 def main() -> None:

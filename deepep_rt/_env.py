@@ -143,14 +143,16 @@ def nvshmem_transport() -> str:
     return os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "")
 
 
-_SYMMETRIC_MEMORY = "nvshmem", "heap"
+_SYMMETRIC_MEMORY = "auto", "heap", "nvshmem"
+DEFAULT_SYMMETRIC_MEMORY = "nvshmem"
 MEMORY_WAYS = "sockets", "files", "pidfd", "fabric", "ipc"
 """The ways in which ranks pass virtual memory to each other, in the order in which they are tried."""
 
 
 def symmetric_memory() -> str:
-    """`DEEPEP_RT_SYMMETRIC_MEMORY`: who provides memory that the GPUs of a host share: "nvshmem", also when unset, or "heap", CUDA's
-    virtual memory. Between hosts, `transport="nvshmem"` always takes NVSHMEM's. "heap:" with one of `MEMORY_WAYS` forces this way.
+    """`DEEPEP_RT_SYMMETRIC_MEMORY`: who provides memory that the GPUs of a host share: "nvshmem", also when unset; "heap", CUDA's
+    virtual memory; or "auto", this one where it works. Between hosts, `transport="nvshmem"` always takes NVSHMEM's. "heap:" with one of
+    `MEMORY_WAYS` forces this way.
     """
     return _memory_setting()[0]
 
@@ -161,10 +163,10 @@ def memory_way() -> str:
 
 
 def _memory_setting() -> tuple[str, str]:
-    text = os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") or _SYMMETRIC_MEMORY[0]
+    text = os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") or DEFAULT_SYMMETRIC_MEMORY
     provider, colon, way = text.partition(":")
     if provider not in _SYMMETRIC_MEMORY or (colon and (provider != "heap" or way not in MEMORY_WAYS)):
-        expected = f"{' or '.join(_SYMMETRIC_MEMORY)}, or heap: with one of {', '.join(MEMORY_WAYS)}"
+        expected = f"{', '.join(_SYMMETRIC_MEMORY)}, or heap: with one of {', '.join(MEMORY_WAYS)}"
         remedy = "Set one of these names, or unset the variable."
         raise argument_error(text, "DEEPEP_RT_SYMMETRIC_MEMORY", expected, remedy, EPConfigError)
     return provider, way

@@ -111,8 +111,9 @@ class Buffer(SharedByCopies):
 
     Args:
         comm: An mpi4py communicator, or what `deepep_rt.torch.communicator` makes of a process group. Its ranks are the expert-parallel
-            group. On GPUs, NVSHMEM starts over the ranks of a process's first Buffer. Later Buffers may be over groups of these ranks. All
-            groups then make theirs at the same time, over as many ranks and of the same sizes.
+            group. On GPUs whose memory NVSHMEM provides (`DEEPEP_RT_SYMMETRIC_MEMORY`), it starts over the ranks of a process's first
+            Buffer. Later Buffers may be over groups of these ranks. All groups then make theirs at the same time, over as many ranks and
+            of the same sizes. With CUDA's virtual memory, Buffers may be over any ranks of a host, at any time.
         num_max_tokens_per_rank: The most tokens that one rank gives to one `dispatch`.
         hidden: Elements of a row; in `dtype`, a row has a multiple of 16 bytes, and at most 96 KiB.
         num_topk: Experts of a token, 1 to 32.

@@ -53,6 +53,7 @@ class BufferDescription:
         measured: The rates that were measured for the choice of the path, or None.
         memory: Bytes of GPU memory of a rank by region, and their sum as "total". With a relay also "pinned on the host", which is no GPU
             memory. Empty on the host backend.
+        provider: What provides the memory that the GPUs of a host share, and how. Empty on the host backend.
         tuning: The choice of `Buffer.autotune` in use. Its number of SMs does not count if the program has set another. Empty without one.
 
     Example:
@@ -75,6 +76,7 @@ class BufferDescription:
     measured: LinkRates | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
     tuning: str = ""
+    provider: str = ""
 
     @property
     def num_nodes(self) -> int:
@@ -93,6 +95,7 @@ class BufferDescription:
             "path": _because(self.path, self.path_reason),
             "measured": str(self.measured or ("nothing" if self.path else "")),
             "memory": f"{self.memory['total'] / 1e9:.2f} GB a rank ({regions})" if self.memory else "",
+            "provider": self.provider,
             "tuning": self.tuning,
         }
         return "\n".join(f"{name:<9}  {text}" for name, text in lines.items() if text)

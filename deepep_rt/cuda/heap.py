@@ -21,8 +21,8 @@ from ..comm.consensus import Consensus, agreed
 from ..comm.mailbox import Mailbox
 from ..errors import EPOutOfMemoryError, EPPeerError, EPUnavailableError
 from ..kernels.regions import align_up
-from ..network import NetworkOptions
 from . import sharing
+from .transport import MemoryRequest
 
 _MAP, _UNMAP = 1, 2  # what a rank asks its peers to do with a segment
 Heard = Callable[[], EPPeerError | None]
@@ -33,7 +33,10 @@ def _nothing_heard() -> None: ...
 
 
 def check_available() -> None:
-    """Raise nothing: `allocate` tries each way to share memory, on all ranks together."""
+    """Raise EPUnavailableError if the driver has no virtual memory for this GPU. `allocate` tries each way to share it."""
+    from . import driver, virtual_memory  # programs on the host backend may lack CUDA's bindings
+
+    virtual_memory.granularity(driver.current_device())  # ranks allocate together, and this may fail on one of them alone
 
 
 def check_sharing(ranks_per_gpu: Sequence[int]) -> None:
@@ -48,8 +51,6 @@ def is_shared(comm: Communicator) -> bool:
 class HeapMemory:
     """A region of such memory on each rank; see `transport.SymmetricMemory`. Ranks of other hosts have the address 0.
 
-    `SymmetricAllocator.allocate` has the arguments.
-
     Raises:
         EPOutOfMemoryError: on every rank, if a GPU has too little memory.
         EPUnavailableError: on every rank, if ranks cannot share memory, or have no direct path to each other.
@@ -61,17 +62,10 @@ class HeapMemory:
     way = ""
     """The way in which the ranks passed the memory, of `_env.MEMORY_WAYS`."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        num_bytes: int,
-        timeout_s: float,
-        ranks_per_node: int | None = None,
-        network: NetworkOptions | None = None,
-    ) -> None:
+    def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
         from . import driver, virtual_memory  # programs on the host backend may lack CUDA's bindings
 
-        self._device, self._num_bytes = driver.current_device(), num_bytes
+        self._device, self._num_bytes = driver.current_device(), request.num_bytes
         self._unit = virtual_memory.granularity(self._device)
         self._context = driver.CurrentContext()
         self._range, self._mappings = ExitStack(), ExitStack()
@@ -82,7 +76,7 @@ class HeapMemory:
         self._mapping = threading.Lock()  # the thread of the mailbox maps too
         self._mailbox: Mailbox | None = None
         try:
-            here = self._attach(comm, timeout_s)
+            here = self._attach(comm, request.timeout_s)
         except BaseException:
             self.free()
             raise

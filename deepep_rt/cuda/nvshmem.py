@@ -18,7 +18,7 @@ from .._install import pip_install_cuda
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus, timed_allgather
 from ..errors import EPConfigError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
-from ..network import NetworkOptions
+from .transport import MemoryRequest
 
 _log = logging.getLogger("deepep_rt")
 
@@ -36,6 +36,7 @@ class Runtime:
 _runtime: Runtime | None = None
 _lost_start = ""  # the error of an earlier start that did not end
 
+_OTHER_MEMORY = " Inside one node, DEEPEP_RT_SYMMETRIC_MEMORY=auto has no such limit."
 _STARTING = "the start of NVSHMEM"
 _START_S, _ROLL_CALL_S, _REMINDER_S = 300.0, 10.0, 30.0
 
@@ -55,7 +56,7 @@ def check_sharing(ranks_per_gpu: Sequence[int]) -> None:
         num_gpus = len(ranks_per_gpu)
         raise EPConfigError(
             f"{sum(ranks_per_gpu)} ranks on {num_gpus} GPUs: some share one and others do not; expected the same number of ranks on each, "
-            f"for NVSHMEM. Start a multiple of {num_gpus} ranks, or show them fewer GPUs with CUDA_VISIBLE_DEVICES."
+            f"for NVSHMEM. Start a multiple of {num_gpus} ranks, or show them fewer GPUs with CUDA_VISIBLE_DEVICES.{_OTHER_MEMORY}"
         )
 
 
@@ -112,13 +113,13 @@ def runtime(comm: Communicator, environment: Mapping[str, str] | None = None) ->
     pes = {pe for pe, _ in members}
     if len(pes) != len(members) or len({total for _, total in members}) != 1:
         raise EPConfigError(
-            "the ranks of this Buffer belong to different NVSHMEM runtimes; expected one runtime. Make the first Buffer over all ranks, "
-            "and all Buffers with one transport."
+            f"the ranks of this Buffer belong to different NVSHMEM runtimes; expected one runtime. Make the first Buffer over all ranks, "
+            f"and all Buffers with one transport.{_OTHER_MEMORY}"
         )
     if _runtime.comm is None and _runtime.num_pes != len(members):
         raise EPConfigError(
             f"the program started NVSHMEM over {_runtime.num_pes} processes; expected a Buffer over all of them, but this one has "
-            f"{len(members)} ranks. Make it over all processes."
+            f"{len(members)} ranks. Make it over all processes.{_OTHER_MEMORY}"
         )
     return _runtime
 
@@ -202,12 +203,12 @@ def _hidden_gpus_hint(rank: int, num_gpus: int, num_here: int) -> str:
         return ""
     return (
         f" Rank {rank} sees {num_gpus} GPUs, and its host holds {num_here} ranks; expected at least {num_here}. Give all ranks of a host "
-        f"the same CUDA_VISIBLE_DEVICES; see neighbours-hidden in docs/when-it-does-not-work.md."
+        f"the same CUDA_VISIBLE_DEVICES; see neighbours-hidden in docs/when-it-does-not-work.md.{_OTHER_MEMORY}"
     )
 
 
 class NvshmemMemory:
-    """A region of NVSHMEM's symmetric memory; see `transport.SymmetricMemory`. `SymmetricAllocator.allocate` has the arguments.
+    """A region of NVSHMEM's symmetric memory; see `transport.SymmetricMemory`.
 
     NVSHMEM allocates over its whole runtime. If the Buffer has fewer ranks, all other ranks of the runtime have to allocate the same size
     at the same time, for Buffers of their own.
@@ -220,20 +221,14 @@ class NvshmemMemory:
     """
 
     is_local = is_virtual = False
+    way = "nvshmem"
 
-    def __init__(
-        self,
-        comm: Communicator,
-        num_bytes: int,
-        timeout_s: float,
-        ranks_per_node: int | None = None,
-        network: NetworkOptions | None = None,
-    ) -> None:
-        nvshmem = self._nvshmem = load()
-        self._runtime = runtime(comm, network.environment() if network else None)
+    def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
+        nvshmem, num_bytes = load(), request.num_bytes
+        self._nvshmem, self._runtime = nvshmem, runtime(comm, request.network.environment() if request.network else None)
         self.consensus: Consensus | None = None  # over the runtime, if it has more ranks than the Buffer
         if self._runtime.comm is not None:
-            _check_same_size(self._runtime.comm, comm.heard, num_bytes, timeout_s)
+            _check_same_size(self._runtime.comm, comm.heard, num_bytes, request.timeout_s)
             if comm.Get_size() < self._runtime.num_pes:
                 self.consensus = Consensus(self._runtime.comm)
         self.ptr = nvshmem.malloc(num_bytes)
@@ -242,7 +237,7 @@ class NvshmemMemory:
         pes = comm.allgather(self._runtime.my_pe)
         self.peers = [self.ptr if pe == self._runtime.my_pe else nvshmem.ptr(self.ptr, pe) for pe in pes]
         self.network_ids: Sequence[int] = pes
-        rank, node = comm.Get_rank(), ranks_per_node or comm.Get_size()
+        rank, node = comm.Get_rank(), request.ranks_per_node or comm.Get_size()
         unreachable = [peer for peer, address in enumerate(self.peers) if not address and peer // node == rank // node]
         failed = {at: peers for at, peers in enumerate(comm.allgather(unreachable)) if peers}
         if failed:
@@ -281,7 +276,7 @@ def _check_same_size(
     if len(sizes) != 1:
         raise EPConfigError(
             f"symmetric memory must have one size on all ranks of the NVSHMEM runtime, got {sorted(sizes)} bytes. Make the Buffers of all "
-            f"groups with the same sizes and numbers of ranks."
+            f"groups with the same sizes and numbers of ranks.{_OTHER_MEMORY}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -9,9 +10,8 @@ from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus
 from ..comm.timed_collectives import format_ranks
 from ..errors import EPError, EPTimeoutError
-from ..network import NetworkOptions
 from . import nvshmem
-from .transport import SymmetricMemory
+from .transport import MemoryRequest, SymmetricMemory
 
 
 class RelayAllocator:
@@ -42,15 +42,8 @@ class RelayAllocator:
         finally:
             group.Free()
 
-    def allocate(
-        self,
-        comm: Communicator,
-        num_bytes: int,
-        timeout_s: float,
-        ranks_per_node: int | None = None,
-        network: NetworkOptions | None = None,
-    ) -> SymmetricMemory:
-        """Allocate a region on each rank. Collective. The options of `network` are NVSHMEM's between hosts, and have no effect.
+    def allocate(self, comm: Communicator, request: MemoryRequest) -> SymmetricMemory:
+        """Allocate a region on each rank. Collective. The network's options are NVSHMEM's between hosts, and have no effect.
 
         Raises:
             EPUnavailableError: if NVSHMEM is needed and missing, if ranks of a node have no direct path to each other, or if another rank
@@ -59,8 +52,8 @@ class RelayAllocator:
             EPTimeoutError: if a rank does not come.
         """
         if not self._needs_nvshmem:
-            return DriverMemory(comm, num_bytes)
-        return HostMemory(comm, num_bytes, timeout_s, ranks_per_node)
+            return DriverMemory(comm, request)
+        return HostMemory(comm, request)
 
 
 class DriverMemory:
@@ -68,12 +61,13 @@ class DriverMemory:
 
     consensus: Consensus | None = None
     is_local, is_virtual = True, False
+    way = "driver"
 
-    def __init__(self, comm: Communicator, num_bytes: int) -> None:
+    def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
         from . import driver  # programs on the host backend may lack CUDA's bindings
 
         self._free = driver.free
-        self.ptr = driver.allocate(num_bytes)
+        self.ptr = driver.allocate(request.num_bytes)
         self.peers: Sequence[int] = [self.ptr if peer == comm.Get_rank() else 0 for peer in range(comm.Get_size())]
         self.network_ids: Sequence[int] = range(comm.Get_size())
 
@@ -106,13 +100,14 @@ class HostMemory:
     """NVSHMEM's memory over the ranks of this host; see `transport.SymmetricMemory`. Ranks of other hosts have the address 0."""
 
     is_local = is_virtual = False
+    way = "nvshmem"
 
-    def __init__(self, comm: Communicator, num_bytes: int, timeout_s: float, ranks_per_node: int | None) -> None:
+    def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
         here = comm.ranks_on_host()
         group = comm.sub_comm(here)
         try:
             with _named(here):
-                self._memory = nvshmem.allocate(group, num_bytes, timeout_s, ranks_per_node)
+                self._memory = nvshmem.allocate(group, dataclasses.replace(request, network=None))
         except EPError:
             group.abandon()
             raise

@@ -1,13 +1,14 @@
 """The choice of the transport between the nodes of a Buffer: NVSHMEM, or a relay over MPI. Both provide symmetric memory.
 
 Symmetric memory is a region of equal size on every rank, which the GPUs of the other ranks read and write. Two Protocols name what the
-CUDA backend needs of a library that provides such memory. `nvshmem` and `relay_memory` implement them.
+CUDA backend needs of a library that provides such memory. `nvshmem`, `heap` and `relay_memory` implement them, and `provider` chooses.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from .. import _env
@@ -94,6 +95,23 @@ def agree_on_transport(comm: Communicator, network: NetworkOptions | None) -> Ch
     return choice
 
 
+@dataclass(frozen=True)
+class MemoryRequest:
+    """A region of symmetric memory that a Buffer asks for. All ranks ask for the same.
+
+    Args:
+        num_bytes: Size on each rank.
+        timeout_s: The limit for ranks outside of the Buffer that have to allocate too.
+        ranks_per_node: Consecutive ranks that must reach each other directly; default: all ranks of the Buffer.
+        network: Options for the network, for the first Buffer of a process.
+    """
+
+    num_bytes: int
+    timeout_s: float
+    ranks_per_node: int | None = None
+    network: NetworkOptions | None = None
+
+
 class SymmetricMemory(Protocol):
     """One region of symmetric memory, as one rank of a Buffer sees it."""
 
@@ -116,6 +134,10 @@ class SymmetricMemory(Protocol):
     @property
     def is_virtual(self) -> bool:
         """Whether the region can sleep, wake, grow and shrink at its addresses: it is `heap.HeapMemory`."""
+
+    @property
+    def way(self) -> str:
+        """Who provides the region, or how ranks pass it to each other; see `provider.describe_ways`."""
 
     @property
     def consensus(self) -> Consensus | None:
@@ -143,20 +165,5 @@ class SymmetricAllocator(Protocol):
     def is_shared(self, comm: Communicator) -> bool:
         """Return whether ranks outside of `comm` have to allocate at the same time. Collective; the answers of ranks may differ."""
 
-    def allocate(
-        self,
-        comm: Communicator,
-        num_bytes: int,
-        timeout_s: float,
-        ranks_per_node: int | None = None,
-        network: NetworkOptions | None = None,
-    ) -> SymmetricMemory:
-        """Allocate a region. Collective.
-
-        Args:
-            comm: The ranks of the Buffer.
-            num_bytes: Size on each rank.
-            timeout_s: The limit for ranks outside of `comm` that have to allocate too.
-            ranks_per_node: Consecutive ranks that must reach each other directly; default: all of `comm`.
-            network: Options for the network, for the first Buffer of a process.
-        """
+    def allocate(self, comm: Communicator, request: MemoryRequest) -> SymmetricMemory:
+        """Allocate a region over `comm`, the ranks of the Buffer. Collective."""

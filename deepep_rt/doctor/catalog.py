@@ -81,10 +81,18 @@ _ALL = (
         "neighbours-hidden",
         "A rank sees only its own GPU, or not those of all other ranks of its host. NVSHMEM then asks NVML which GPUs "
         "reach each other, and maps the memory of those. If NVML does not see them either, making a Buffer raises "
-        "EPUnavailableError. Containers that hold one GPU each are an example.",
-        "Give all ranks of a host the same CUDA_VISIBLE_DEVICES, or none. Each then takes the GPU with its own number on "
-        "the host, unless the program chooses another one. Under Slurm leave out --gpus-per-task and --gpu-bind. Under "
-        "Ray set RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1.",
+        "EPUnavailableError. Containers that hold one GPU each are an example. Virtual memory of CUDA needs no other GPU to be "
+        "visible.",
+        "Set DEEPEP_RT_SYMMETRIC_MEMORY=auto. Or give all ranks of a host the same CUDA_VISIBLE_DEVICES, or none. Each then takes "
+        "the GPU with its own number on the host, unless the program chooses another one. Under Slurm leave out --gpus-per-task "
+        "and --gpu-bind. Under Ray set RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1.",
+    ),
+    FindingType(
+        "no-virtual-memory",
+        "Processes cannot share virtual memory of a GPU. With DEEPEP_RT_SYMMETRIC_MEMORY=auto, Buffers take the memory of NVSHMEM "
+        "instead. With heap, making a Buffer raises EPUnavailableError.",
+        "If a descriptor cannot be passed, let the sandbox (seccomp) allow Unix sockets. If the driver refuses, install a newer "
+        "one. Or set DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem.",
     ),
     FindingType(
         "driver-fails",
@@ -183,7 +191,8 @@ _ALL = (
     ),
     FindingType(
         "no-nvshmem",
-        "NVSHMEM or nvshmem4py is missing or does not load. The CUDA backend takes its memory from NVSHMEM.",
+        "NVSHMEM or nvshmem4py is missing or does not load. Buffers need it for memory of NVSHMEM, and for its network. With "
+        "virtual memory of CUDA (DEEPEP_RT_SYMMETRIC_MEMORY) they need neither inside one host.",
         f"{pip_install_cuda()}. If it is installed, the message names the library that it misses.",
     ),
     FindingType(

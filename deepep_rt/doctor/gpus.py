@@ -13,6 +13,9 @@ from collections.abc import Callable
 from ctypes import byref, c_char, c_int, c_size_t
 from typing import Any
 
+from .. import _env
+from . import memory_trial
+
 try:
     import pynvml  # of nvidia-ml-py
 except ImportError:
@@ -53,7 +56,7 @@ def driver() -> dict[str, Any]:
     Returns:
         `library` (None if there is none), `error` (the reason if it cannot be loaded), `cuda` (the newest CUDA that it supports),
         `init` (name of the result of cuInit), `gpus` (`ordinal`, `uuid`, `name`, `arch`, `total_bytes`) and `access` (`[i][j]`: whether
-        GPU i can map memory of GPU j).
+        GPU i can map memory of GPU j) and `not_shared` (why processes cannot share virtual memory of this rank's GPU; empty if they can).
     """
     try:
         cuda = _Driver()
@@ -68,7 +71,14 @@ def driver() -> dict[str, Any]:
     handles = [cuda.number("cuDeviceGet", ordinal) for ordinal in range(cuda.number("cuDeviceGetCount"))]
     gpus = [_gpu(cuda, ordinal, handle) for ordinal, handle in enumerate(handles)]
     access = [[a == b or bool(cuda.number("cuDeviceCanAccessPeer", a, b)) for b in handles] for a in handles]
-    return {**found, "init": "CUDA_SUCCESS", "gpus": gpus, "access": access}
+    not_shared = memory_trial.why_not_shared(cuda, handles[_number_of_rank() % len(handles)]) if handles else None
+    return {**found, "init": "CUDA_SUCCESS", "gpus": gpus, "access": access, "not_shared": not_shared}
+
+
+def _number_of_rank() -> int:
+    """Return a number that differs between ranks of a host, so that they try different GPUs."""
+    launch = _env.launch()
+    return (launch.rank if launch else _env.local_rank()) or 0
 
 
 def _gpu(cuda: _Driver, ordinal: int, handle: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from .facts import (
     nvml_access_between,
     path_between,
 )
+from .memory_facts import NVSHMEM, VIRTUAL_MEMORY, provider_of, setting_of, unshared
 
 _OWN_VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVSHMEM_HCA_PE_MAPPING", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME")
 """Variables of `_env.SETTINGS` that may differ between ranks."""
@@ -103,7 +104,7 @@ def _shared_gpus(job: JobReport) -> Iterator[Finding]:
         return
     if not allowed:
         level, outcome = "error", ""
-    elif len(shared) < len(users):
+    elif len(shared) < len(users) and provider_of(job) == NVSHMEM:
         level, outcome = "error", "; other ranks have one to themselves: NVSHMEM does not start so"
     else:
         level, outcome = "note", "; DEEPEP_RT_SHARE_GPUS=1: they take turns"
@@ -175,6 +176,8 @@ def _hidden_neighbours(job: JobReport) -> Iterator[Finding]:
             if access_between(reports, *pair) is None:
                 hidden.setdefault(nvml_access_between(reports, *pair), []).append(pair)
         for answer, pairs in hidden.items():
+            if answer is not False and provider_of(job) != NVSHMEM:  # virtual memory needs no GPU of another rank to be visible
+                continue
             level, text = _OF_HIDDEN_PAIRS[answer]
             yield Finding.of("neighbours-hidden", level, f"on {host}, no rank sees both of GPUs {_pairs(pairs)}; {text}")
 
@@ -185,6 +188,15 @@ _OF_HIDDEN_PAIRS = {
     False: ("error", "to one of their ranks NVML does not show both, or it says that they do not reach each other"),
 }
 """Level and text of `neighbours-hidden` by NVML's answer."""
+
+
+def _unshared_memory(job: JobReport) -> Iterator[Finding]:
+    failed = unshared(job)
+    if not failed or not job.uses_gpus or setting_of(job) == "nvshmem":
+        return
+    level = "error" if provider_of(job) == VIRTUAL_MEMORY else "warning"
+    ranks = {why: [rank for rank, found in failed.items() if found == why] for why in failed.values()}
+    yield Finding.of("no-virtual-memory", level, "; ".join(f"{why} on {_ranks(at)}" for why, at in ranks.items()))
 
 
 def _pcie_paths(job: JobReport) -> Iterator[Finding]:
@@ -265,6 +277,7 @@ RULES: tuple[Callable[[JobReport], Iterator[Finding]], ...] = (
     _lost,
     _peer_access,
     _hidden_neighbours,
+    _unshared_memory,
     _pcie_paths,
     _missing_nvlinks,
     _ranks_differ,

@@ -10,6 +10,7 @@ from typing import Any
 from ..kernels.tuning import MIN_ARCH, arch_number
 from .catalog import MIN_MEMLOCK_BYTES, MIN_NVSHMEM, MIN_SHM_BYTES
 from .facts import SHOWN, Finding, JobReport, fact, first_few, gpus, has_hardware, numbers_of
+from .memory_facts import NVSHMEM, provider_of
 
 
 def _mpi_library(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
@@ -39,6 +40,11 @@ def _gpu(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
 def _level_without_cuda(job: JobReport) -> str:
     """Return the level of a finding that stops the CUDA backend."""
     return "error" if job.uses_gpus else "note"
+
+
+def _level_without_nvshmem(job: JobReport) -> str:
+    """Return the level of a finding that stops Buffers with memory of NVSHMEM."""
+    return _level_without_cuda(job) if provider_of(job) == NVSHMEM else "note"
 
 
 def _driver_version(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
@@ -85,7 +91,7 @@ def _packages(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
     elif module and not nvshmem:
         nvshmem["nvshmem4py"] = error
     if nvshmem:
-        yield Finding.of("no-nvshmem", _level_without_cuda(job), "; ".join(dict.fromkeys(nvshmem.values())))
+        yield Finding.of("no-nvshmem", _level_without_nvshmem(job), "; ".join(dict.fromkeys(nvshmem.values())))
 
 
 def _mixed_packages(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
@@ -111,12 +117,12 @@ def _nvshmem(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
             where = fact(report, f"nvshmem_{part}", "path")
             yield Finding.of(
                 "nvshmem-too-old",
-                _level_without_cuda(job),
+                _level_without_nvshmem(job),
                 f"the {part} library is {version} ({where}); expected {MIN_NVSHMEM} or newer",
             )
     if all(map(numbers_of, versions.values())) and versions["host"] != versions["device"]:
         parts = ", ".join(f"{part} {versions[part]} ({fact(report, f'nvshmem_{part}', 'path')})" for part in versions)
-        yield Finding.of("nvshmem-mismatch", _level_without_cuda(job), parts)
+        yield Finding.of("nvshmem-mismatch", _level_without_nvshmem(job), parts)
 
 
 def _network(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .facts import Finding, JobReport, access_between, differences, fact, format_ranges, gpu_of, gpus, is_broken, path_between
+from .memory_facts import provider_of, setting_of, unshared
 from .network_facts import has_several_nodes, link_summaries, transport_of
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -151,7 +152,17 @@ def _memory(job: JobReport) -> str:
     modes = "throughput and low-latency" if c.low_latency else "throughput"
     sizes = f"{c.num_max_tokens_per_rank} tokens, hidden {c.hidden}, top-{c.num_topk} of {c.num_experts} experts"
     buffer = f"a {modes} Buffer of {c.num_ranks} ranks, {sizes}, {c.dtype}, {c.num_slots} slots"
-    return f"{hint['total'] / 1e9:.2f} GB a rank for {buffer}"
+    return f"{hint['total'] / 1e9:.2f} GB a rank for {buffer}" + (f"\n{_provider(job)}" if job.uses_gpus else "")
+
+
+def _provider(job: JobReport) -> str:
+    """Say which memory GPUs of a host would share, and what was tried."""
+    if failed := unshared(job):
+        rank, why = next(iter(failed.items()))
+        tried = f"failed{f' on rank {rank}' if len(job.reports) > 1 else ''}: {why}"
+    else:
+        tried = "works" if fact(job.reports[0], "driver", "not_shared") == "" else "was not tried"
+    return f"provider: {provider_of(job)} (DEEPEP_RT_SYMMETRIC_MEMORY={setting_of(job)}); sharing virtual memory {tried}"
 
 
 def _gpu_tables(host: str, reports: Sequence[Mapping[str, Any]], console: Console) -> list[Table]:

@@ -13,6 +13,7 @@ from fake_ranks import FakeRanks
 
 from deepep_rt import EPConfigError, EPOutOfMemoryError, EPUnavailableError, NetworkOptions
 from deepep_rt.cuda import nvshmem
+from deepep_rt.cuda.transport import MemoryRequest
 
 VARIABLES = NetworkOptions(
     nvshmem_remote_transport="ibrc", ibgda=True, service_level=3, nics=["mlx5_0:1", "mlx5_3:1"]
@@ -224,7 +225,7 @@ def arrived(monkeypatch):
 def test_scale_out_ranks_need_no_direct_path(install, arrived):
     install(my_pe=1, addresses={2: 0, 3: 0})
     ranks = FakeRanks(rank=1, hosts=[[0, 1], [2, 3]], gather=_pes)
-    memory = nvshmem.allocate(ranks, 64, 1.0, ranks_per_node=2, network=NetworkOptions(service_level=1))
+    memory = nvshmem.allocate(ranks, MemoryRequest(64, 1.0, 2, NetworkOptions(service_level=1)))
     assert memory.peers == [4096, 4096, 0, 0]
     assert memory.network_ids == [0, 1, 2, 3]
     assert sys.modules["nvshmem.bindings"].variables_at_start == {"NVSHMEM_IB_SL": "1"}
@@ -234,9 +235,9 @@ def test_scale_up_ranks_need_a_direct_path(install, arrived, monkeypatch):
     monkeypatch.setattr(nvshmem, "_num_gpus", lambda: 4)
     install(my_pe=1, addresses={0: 0, 2: 0})
     with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0\]; .* in each group of ranks_per_node=2"):
-        nvshmem.allocate(FakeRanks(rank=1, gather=_pes), 64, 1.0, ranks_per_node=2)
+        nvshmem.allocate(FakeRanks(rank=1, gather=_pes), MemoryRequest(64, 1.0, 2))
     with pytest.raises(EPUnavailableError, match=r"to those of ranks \[0, 2\]; .* between all GPUs of a Buffer"):
-        nvshmem.allocate(FakeRanks(rank=1, gather=_pes), 64, 1.0)
+        nvshmem.allocate(FakeRanks(rank=1, gather=_pes), MemoryRequest(64, 1.0))
 
 
 @pytest.mark.parametrize(("num_gpus", "is_told"), [(1, True), (3, True), (4, False)])
@@ -247,7 +248,8 @@ def test_the_error_tells_of_hidden_gpus(install, arrived, monkeypatch, num_gpus,
     fake = install(my_pe=1, addresses={0: 0, 2: 0})
     with pytest.raises(EPUnavailableError, match=r"no direct path from the GPU of rank 1 to those of ranks \[0, 2\]") as caught:
         nvshmem.allocate(
-            FakeRanks(rank=1, gather=lambda mine: [[], mine, [], []] if isinstance(mine, list) else _pes(mine)), 64, 1.0
+            FakeRanks(rank=1, gather=lambda mine: [[], mine, [], []] if isinstance(mine, list) else _pes(mine)),
+            MemoryRequest(64, 1.0),
         )
     assert (hint in str(caught.value)) == is_told
 
@@ -266,7 +268,7 @@ def test_symmetric_memory_has_one_size(install, monkeypatch):
     install()
     monkeypatch.setattr(nvshmem, "timed_allgather", lambda *arguments: [[size] for size in [64, 64, 128, 64]])
     with pytest.raises(EPConfigError, match=r"one size on all ranks.*\[64, 128\] bytes"):
-        nvshmem.allocate(FakeRanks(gather=_pes), 64, 1.0)
+        nvshmem.allocate(FakeRanks(gather=_pes), MemoryRequest(64, 1.0))
 
 
 def test_the_runtime_hears_of_the_ranks_of_a_buffer_only_while_it_allocates(install, monkeypatch):
@@ -277,11 +279,13 @@ def test_the_runtime_hears_of_the_ranks_of_a_buffer_only_while_it_allocates(inst
     own, of_runtime = ranks.heard, FakeRanks(gather=_pes)
     monkeypatch.setattr(ranks, "dup_for_process", lambda: of_runtime)
     monkeypatch.setattr(nvshmem, "timed_allgather", lambda comm, values, *_: heard.append(comm.heard) or [values])
-    nvshmem.allocate(ranks, 64, 1.0)
+    nvshmem.allocate(ranks, MemoryRequest(64, 1.0))
     assert (heard, of_runtime.heard) == ([own], None)
 
 
 def test_a_rank_without_memory_fails_all_ranks(install, arrived):
     install()
     with pytest.raises(EPOutOfMemoryError, match=r"could not allocate .* on every rank"):
-        nvshmem.allocate(FakeRanks(gather=lambda mine: [True, True, False, True] if mine is True else _pes(mine)), 64, 1.0)
+        nvshmem.allocate(
+            FakeRanks(gather=lambda mine: [True, True, False, True] if mine is True else _pes(mine)), MemoryRequest(64, 1.0)
+        )

@@ -8,28 +8,32 @@ from typing import Any
 import pytest
 from fake_ranks import FakeRanks
 
-from deepep_rt import EPConfigError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPConfigError, EPTimeoutError, EPUnavailableError, NetworkOptions
 from deepep_rt.cuda import nvshmem
 from deepep_rt.cuda.relay_memory import RelayAllocator
+from deepep_rt.cuda.transport import MemoryRequest
 
 HOSTS = [[0, 1], [2, 3]]
 
 
 def _allocate(monkeypatch: pytest.MonkeyPatch, allocate: Any) -> Any:
     monkeypatch.setattr(nvshmem, "allocate", allocate)
-    return RelayAllocator(2).allocate(FakeRanks(4, rank=3, hosts=HOSTS), 64, 1.0, 2)
+    return RelayAllocator(2).allocate(
+        FakeRanks(4, rank=3, hosts=HOSTS), MemoryRequest(64, 1.0, 2, NetworkOptions(service_level=1))
+    )
 
 
 def test_nvshmem_allocates_over_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     freed = []
 
-    def allocate(comm: Any, num_bytes: int, timeout_s: float, ranks_per_node: int, network: Any = None) -> Any:
-        assert (comm.Get_size(), comm.Get_rank(), num_bytes, ranks_per_node, network) == (2, 1, 64, 2, None)
+    def allocate(comm: Any, request: MemoryRequest) -> Any:
+        assert (comm.Get_size(), comm.Get_rank(), request) == (2, 1, MemoryRequest(64, 1.0, 2))
         memory = dict(ptr=20, peers=[10, 20], consensus=None, free=lambda: freed.append(20))
         return SimpleNamespace(**memory, all_free=lambda is_ok, timeout_s: not is_ok)
 
     memory = _allocate(monkeypatch, allocate)
     assert (memory.ptr, memory.peers, list(memory.network_ids)) == (20, [0, 0, 10, 20], [0, 1, 2, 3])
+    assert memory.way == "nvshmem"
     assert not memory.all_free(True, 1.0), "NVSHMEM's runtime may have more ranks than the Buffer"
     memory.free()
     assert freed == [20]
@@ -61,8 +65,8 @@ def test_nodes_of_one_rank_do_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -
     allocator = RelayAllocator(1)
     allocator.check_available()
     allocator.check_sharing([1, 2])
-    memory = allocator.allocate(FakeRanks(4, rank=1, hosts=HOSTS), 64, 1.0, 1)
-    assert (memory.ptr, memory.peers, memory.consensus) == (4096, [0, 4096, 0, 0], None)
+    memory = allocator.allocate(FakeRanks(4, rank=1, hosts=HOSTS), MemoryRequest(64, 1.0, 1))
+    assert (memory.ptr, memory.peers, memory.consensus, memory.way) == (4096, [0, 4096, 0, 0], None, "driver")
     assert memory.all_free(True, 1.0)
     assert not memory.all_free(False, 1.0)
     memory.free()

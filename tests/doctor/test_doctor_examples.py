@@ -33,7 +33,7 @@ def test_the_page_shows_another_nvshmem_as_it_is_printed(doctor: Doctor, tmp_pat
     source.write_text("void nvshmemx_vendor_get_version_info(int* a, int* b, int* c) { *a = 3; *b = 99; *c = 0; }\n")
     compile_library(source, library, "-Wl,-soname,libnvshmem_host.so.3")  # as the loader knows it, so that no other is loaded
     library.with_name("libnvshmem_device.a").touch()
-    printed = doctor.text(status=1, LD_PRELOAD=str(library), **gpu_machine, COLUMNS="500")
+    printed = doctor.text(status=1, LD_PRELOAD=str(library), **gpu_machine, COLUMNS="500", DEEPEP_RT_SYMMETRIC_MEMORY="nvshmem")
     expected = _shown(PAGE, "nvshmem-mismatch").replace("/opt/nvshmem/lib", str(tmp_path))
     expected = expected.replace("host 3.4.5", "host 3.99.0").replace("device 3.8.0", f"device {libraries.nvshmem().version}")
     assert _shown(printed, "nvshmem-mismatch") == expected

@@ -31,9 +31,20 @@ from doctor_machines import (
 )
 from paths import ROOT
 
+from deepep_rt import _env
 from deepep_rt.doctor.catalog import FINDING_TYPES, MIN_NVSHMEM
 from deepep_rt.doctor.facts import JobReport, differences, first_few, format_ranges
 from deepep_rt.doctor.report import findings
+
+
+@pytest.fixture(autouse=True)
+def usual_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs that say nothing of their memory take that of NVSHMEM."""
+    monkeypatch.setattr(_env, "DEFAULT_SYMMETRIC_MEMORY", "nvshmem")
+
+
+def memory_is(setting: str) -> Callable[[JobReport], None]:
+    return set_facts("settings", variables={"DEEPEP_RT_SYMMETRIC_MEMORY": setting})
 
 
 def found(job: JobReport) -> dict[str, str]:
@@ -107,6 +118,10 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
     ("no-peer-access", "warning", ONE_PROCESS, remove_access(2, 5), "20000000 and 50000000"),
     ("neighbours-hidden", "warning", dict(ranks=2), hide_other_gpus, "00000000 and 10000000"),
     ("neighbours-hidden", "error", dict(ranks=2), give_each_rank_a_container, "00000000 and 10000000"),
+    ("no-virtual-memory", "error", dict(ranks=2),
+     combined(memory_is("heap"), set_facts("driver", not_shared="EPERM")), "EPERM on ranks 0, 1"),
+    ("no-virtual-memory", "warning", dict(ranks=2),
+     combined(memory_is("auto"), set_facts_of_rank(1, "driver", not_shared="EPERM")), "EPERM on rank 1"),
     ("no-nvlink", "warning", dict(ranks=8), set_paths("SYS"), "(SYS)"),
     ("nvlink-uneven", "warning", dict(ranks=8), set_nvml(3, nvlinks=16), "30000000 has 16 active NVLinks of 18"),
     ("shared-gpu", "error", NO_SHARING, combined(), "ranks 0, 4 would use GPU"),
@@ -273,6 +288,18 @@ QUIET: dict[str, tuple[dict[str, Any], Callable[[JobReport], None], dict[str, st
     "a group without a path": (GROUPS_OF_4, remove_access(4, 5), {"no-peer-access": "error"}),
     # NVSHMEM asks NVML about GPUs that only one rank sees. Different variables make no other finding.
     "GPUs that only one rank sees": (dict(ranks=2), hide_other_gpus, {"neighbours-hidden": "warning"}),
+    "GPUs that no other rank needs to see": (dict(ranks=2), combined(hide_other_gpus, memory_is("heap")), {}),
+    "GPUs that some ranks share without NVSHMEM": (
+        dict(ranks=3, num_gpus=2), combined(memory_is("heap"), set_facts("settings", share_gpus=True)), {"shared-gpu": "note"}),
+    "an NVSHMEM that is not needed": (
+        dict(ranks=2), combined(memory_is("auto"), fail_probe("nvshmem_host")), {"no-nvshmem": "note"}),
+    "an NVSHMEM that a network needs": (
+        TWO_HOSTS, combined(memory_is("heap"), fail_probe("nvshmem_host")), {"no-nvshmem": "error"}),
+    "virtual memory that is not needed": (
+        dict(ranks=2), combined(memory_is("nvshmem"), set_facts("driver", not_shared="EPERM")), {}),
+    "an NVSHMEM that takes the place of virtual memory": (
+        dict(ranks=2), combined(memory_is("auto"), set_facts("driver", not_shared="EPERM"), fail_probe("nvshmem_host")),
+        {"no-virtual-memory": "warning", "no-nvshmem": "error"}),
     "GPUs that only NVML sees": (dict(ranks=2), hide_gpus_but_from_nvml(True), {"neighbours-hidden": "note"}),
     "GPUs of which NVML does not know the access": (dict(ranks=2), hide_gpus_but_from_nvml(None), {"neighbours-hidden": "warning"}),
     "GPUs without access": (dict(ranks=2), hide_gpus_but_from_nvml(False), {"neighbours-hidden": "error"}),

@@ -89,4 +89,17 @@ def test_two_ranks_on_one_gpu(doctor: Doctor, gpu_machine: dict[str, str]) -> No
     assert [(report["local_rank"], report["group"]) for report in answer["ranks"]] == [(0, 0), (1, 0), (2, 0)]
     two_gpus["DEEPEP_RT_SHARE_GPUS"] = "1"
     assert "they take turns" in found_text(doctor.json(command=four, **two_gpus), "shared-gpu")
+    two_gpus["DEEPEP_RT_SYMMETRIC_MEMORY"] = "nvshmem"
     assert "have one to themselves" in found_text(doctor.json(command=three, status=1, **two_gpus), "shared-gpu")
+
+
+def test_sharing_of_virtual_memory_is_tried(doctor: Doctor, gpu_machine: dict[str, str]) -> None:
+    """Attributes of the driver do not tell what the system refuses."""
+    assert "provider: CUDA virtual memory (DEEPEP_RT_SYMMETRIC_MEMORY=heap); sharing virtual memory works" in " ".join(
+        doctor.text(**gpu_machine, DEEPEP_RT_SYMMETRIC_MEMORY="heap").split()
+    )
+    refused = dict(gpu_machine, FAKE_NOT_SHARED="1")
+    answer = doctor.json(**refused, DEEPEP_RT_SYMMETRIC_MEMORY="auto")
+    assert answer["ranks"][0]["facts"]["driver"]["not_shared"] == "CUDA_ERROR_SYSTEM_NOT_READY"
+    assert levels(answer)["no-virtual-memory"] == "warning"
+    assert "no-virtual-memory" not in levels(doctor.json(**refused, DEEPEP_RT_SYMMETRIC_MEMORY="nvshmem"))

@@ -131,7 +131,7 @@ def test_without_cuda_packages(doctor: Doctor, tmp_path: Path, gpu_machine: dict
     found = levels(doctor.json("--backend", "host", DEEPEP_RT_ARCH="sm_999", **blocked))
     assert (found["no-cuda-packages"], found["no-nvshmem"]) == ("note", "note"), "the host backend needs neither"
     assert found.keys().isdisjoint({"wrong-setting", "probe-failed"}), "without NVRTC its architectures are unknown"
-    answer = doctor.json(status=1, **blocked, **gpu_machine)
+    answer = doctor.json(status=1, **blocked, **gpu_machine, DEEPEP_RT_SYMMETRIC_MEMORY="nvshmem")
     assert (levels(answer)["no-cuda-packages"], levels(answer)["no-nvshmem"]) == ("error", "error")
     assert len(answer["ranks"][0]["facts"]["driver"]["gpus"]) == 8, "the driver is read without these packages"
 
@@ -159,7 +159,12 @@ def test_an_old_nvshmem_that_is_found_first(doctor: Doctor, tmp_path: Path, gpu_
     source = tmp_path / "host.c"
     source.write_text("void nvshmemx_vendor_get_version_info(int* a, int* b, int* c) { *a = 3; *b = 3; *c = 9; }\n")
     compile_library(source, library)
-    done = doctor.run(program("--json", python=str(tmp_path / "env/bin/python")), **gpu_machine, PYTHONPATH=str(ROOT))
+    done = doctor.run(
+        program("--json", python=str(tmp_path / "env/bin/python")),
+        **gpu_machine,
+        PYTHONPATH=str(ROOT),
+        DEEPEP_RT_SYMMETRIC_MEMORY="nvshmem",
+    )
     assert done.returncode == 1
     text = found_text(json.loads(done.stdout), "nvshmem-too-old")
     assert f"the host library is 3.3.9 ({library})" in text

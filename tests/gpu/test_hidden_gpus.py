@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 LIMIT_S = 200
 
 
-@pytest.mark.parametrize("memory", ["virtual", "CUDA IPC"])
+@pytest.mark.parametrize("memory", ["virtual", "CUDA IPC"])  # of NVSHMEM
 def test_buffers_work_or_name_the_hidden_gpus(comm, memory):
     """NVSHMEM finds hidden GPUs through NVML. If that is not enough, the error names the remedy."""
     import torch
@@ -26,7 +26,11 @@ def test_buffers_work_or_name_the_hidden_gpus(comm, memory):
     if comm.size > torch.cuda.device_count() or comm.size == 1:
         pytest.skip("needs a GPU for each of two ranks or more")
     if not comm.rank:
-        debug = {"NVSHMEM_DEBUG": "INFO", "NVSHMEM_DEBUG_SUBSYS": "INIT,TOPO,TRANSPORT,MEM"}
+        debug = {
+            "DEEPEP_RT_SYMMETRIC_MEMORY": "nvshmem",
+            "NVSHMEM_DEBUG": "INFO",
+            "NVSHMEM_DEBUG_SUBSYS": "INIT,TOPO,TRANSPORT,MEM",
+        }
         more = {**debug, **({} if memory == "virtual" else {"NVSHMEM_DISABLE_CUDA_VMM": "1"})}
         words = [sys.executable, str(PROGRAMS / "spawned.py"), "cuda", str(comm.size), "one-gpu"]
         done = subprocess.run(words, env=environment(**more), capture_output=True, text=True, timeout=LIMIT_S, check=False)

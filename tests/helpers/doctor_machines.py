@@ -36,6 +36,7 @@ def report(rank: int = 0, *, ranks: int = 8, per_host: int = 8, num_gpus: int = 
             "gpus": [{"ordinal": i, "uuid": uuid, "name": "NVIDIA H200", "arch": "sm_90", "total_bytes": 150 << 30}
                      for i, uuid in enumerate(uuids)],
             "access": [[True] * num_gpus for _ in uuids],
+            "not_shared": "",
         },
         "nvml": {
             "library": "libnvidia-ml.so.580", "driver": "580.95",

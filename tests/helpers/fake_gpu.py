@@ -24,8 +24,10 @@ from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import network_memory
 from deepep_rt.comm import convert
 from deepep_rt.comm.timed_collectives import TimedCollectives
+from deepep_rt.config import Config
 from deepep_rt.cuda import captured_graph, driver, nvshmem, stream_tracking
 from deepep_rt.cuda import topology as placement
+from deepep_rt.cuda.relay_memory import RelayAllocator
 from deepep_rt.jit import compiler, launch
 
 BASE = 1 << 40  # of symmetric memory
@@ -70,6 +72,7 @@ class FakeGpu:
         self.has_graphs = True  # whether captured graphs can be replayed
         self.num_graph_ends = 0  # graphs that shall tell their end
         self.on_launch: Any = lambda call: None
+        self.allocator: Any = None  # what provides symmetric memory
         self._addresses = itertools.count(1 << 30, 1 << 32)
         self._pinned: list[Any] = []
 
@@ -261,6 +264,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     assert not fake.outside_context
 
 
+def _allocator_of(fake: FakeGpu, config: Config) -> Any:
+    """Return what provides symmetric memory, whatever the setting. The driver's memory is that of the fake GPU already."""
+    return RelayAllocator(1) if config.has_relay and config.node_size == 1 else fake.allocator
+
+
 @pytest.fixture
 def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes a Buffer of rank 0 of 4."""
@@ -271,6 +279,7 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         consensus = None
         is_local = is_virtual = False
+        way = "nvshmem"
 
         def __init__(self, *_: object) -> None: ...
         def all_free(self, sound: bool, timeout_s: float) -> bool:
@@ -279,8 +288,10 @@ def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
         def free(self) -> None:
             fake.freed.append(self.ptr)
 
-    monkeypatch.setattr(nvshmem, "allocate", Memory)
-    monkeypatch.setattr(nvshmem, "check_available", lambda: None)
+    fake.allocator = SimpleNamespace(
+        allocate=Memory, check_available=lambda: None, check_sharing=lambda numbers: None, is_shared=nvshmem.is_shared
+    )
+    monkeypatch.setattr(cuda_backend, "allocator_of", lambda config, setting: _allocator_of(fake, config))
     monkeypatch.setattr(convert, "communicator_of", lambda comm: comm)
     monkeypatch.setattr(factory, "agree", lambda *_: "cuda")
     monkeypatch.setattr(placement, "placed", lambda communicator, config: config)

@@ -18,6 +18,7 @@ import tempfile
 import timeit
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 _ROWS, _CALLS = 7, 20_000  # the best row counts
@@ -53,19 +54,18 @@ def make_buffer() -> Any:
     from deepep_rt.backends import agreement, factory
     from deepep_rt.backends.cuda import backend
     from deepep_rt.comm import convert
-    from deepep_rt.cuda import nvshmem, topology
+    from deepep_rt.cuda import topology
     from deepep_rt.jit import compiler, launch
 
     class Memory:
-        ptr, network_ids, consensus, is_local = BASE, range(4), None, False
+        ptr, network_ids, consensus, is_local, way = BASE, range(4), None, False, "nvshmem"
         peers = tuple(BASE + (rank << 36) for rank in range(4))
 
         def __init__(self, *_: object) -> None: ...
         def free(self) -> None: ...
 
     patch = pytest.MonkeyPatch().setattr
-    patch(nvshmem, "allocate", Memory)
-    patch(nvshmem, "check_available", lambda: None)
+    patch(backend, "allocator_of", lambda config, setting: SimpleNamespace(allocate=Memory, check_available=lambda: None))
     patch(convert, "communicator_of", lambda comm: comm)
     patch(factory, "agree", lambda *_: "cuda")
     patch(topology, "placed", lambda communicator, config: config)

@@ -63,6 +63,8 @@ class VirtualGpu:
 
     def cuMemGetAllocationGranularity(self, properties: Any, flag: Any) -> tuple:
         assert isinstance(properties, cuda.CUmemAllocationProp)
+        if "granularity" in self.fail:
+            return cuda.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
         return _OK, UNIT
 
     def cuMemCreate(self, num_bytes: int, properties: Any, flags: int) -> tuple:

@@ -22,8 +22,9 @@ from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import monitor, network_memory, runtime
 from deepep_rt.comm import convert
 from deepep_rt.config import Config
-from deepep_rt.cuda import driver, nvshmem, stream_tracking, topology, transport
+from deepep_rt.cuda import driver, stream_tracking, topology, transport
 from deepep_rt.cuda.stream_tracking import StreamMemory
+from deepep_rt.cuda.transport import MemoryRequest
 from deepep_rt.jit import compiler as jit_compiler
 from deepep_rt.jit import launch
 from deepep_rt.network import Choice
@@ -99,9 +100,13 @@ class FakeDriver:
         patch(launch, "_local_launcher", functools.cache(launch._local_launcher.__wrapped__))
         patch(cuda_backend, "choose_device", lambda comm, *_: comm.Get_rank())
         patch(stream_tracking, "StreamMemory", _LastingMemory)
-        patch(nvshmem, "allocate", functools.partial(_SymmetricMemory, self))
-        patch(nvshmem, "check_available", lambda: None)
-        patch(cuda_backend, "RelayAllocator", lambda node_size: nvshmem)
+        allocator = SimpleNamespace(
+            allocate=functools.partial(_SymmetricMemory, self),
+            check_available=lambda: None,
+            check_sharing=lambda numbers: None,
+            is_shared=lambda comm: False,
+        )
+        patch(cuda_backend, "allocator_of", lambda config, setting: allocator)
         patch(convert, "communicator_of", lambda comm: comm)
         patch(factory, "agree", lambda *_: "cuda")
         patch(cuda_backend, "agree_on_path", lambda comm, config, *_: path_choice.AgreedPath(_path_of(config)))
@@ -243,8 +248,10 @@ class _SymmetricMemory:
     """Symmetric memory of the Buffers of all ranks, which the first rank allocates."""
 
     consensus = None
+    way = "nvshmem"
 
-    def __init__(self, fake: FakeDriver, comm: Any, num_bytes: int, timeout_s: float, node_size: int, *_: object) -> None:
+    def __init__(self, fake: FakeDriver, comm: Any, request: MemoryRequest) -> None:
+        num_bytes, node_size = request.num_bytes, request.ranks_per_node or fake.num_ranks
         self.is_local = self.is_virtual = fake.can_sleep
         self._num_bytes, room = num_bytes, _ROOM if fake.can_sleep else 0
         self.segments: dict[int, int] = {}

@@ -17,7 +17,8 @@ GPUs       H100 (sm_90) (ranks 0, 2 to 3); A100 (sm_80) (rank 1)
 transport  mpi: rank 1 on a has no RDMA NIC
 path       direct: path='direct' was passed
 measured   near 100 GB/s and 10 us, far 1.5 GB/s and 14300 us
-memory     1.50 GB a rank (control 0.5 MB, pool 1500.0 MB)"""
+memory     1.50 GB a rank (control 0.5 MB, pool 1500.0 MB)
+provider   NVSHMEM"""
 
 
 def test_the_table() -> None:
@@ -33,6 +34,7 @@ def test_the_table() -> None:
         "path='direct' was passed",
         LinkRates(100e9, 10e-6, 1.5e9, 0.0143),
         {"control": 500_000, "pool": 1_500_000_000, "low_latency": 0, "total": 1_500_500_000},
+        provider="NVSHMEM",
     )
     assert str(description) == TEXT
     assert description.num_nodes == 2

@@ -16,6 +16,7 @@ from deepep_rt import EPTimeoutError, EPUnavailableError
 from deepep_rt.comm.consensus import Consensus, timed_allgather
 from deepep_rt.comm.convert import communicator_of
 from deepep_rt.cuda import nvshmem as symmetric
+from deepep_rt.cuda.transport import MemoryRequest
 
 
 def check_step_that_fails_on_one_rank(comm: MPI.Intracomm) -> None:
@@ -98,7 +99,7 @@ def check_memory_of_several_groups(comm: MPI.Intracomm) -> None:
     runtime = symmetric.Runtime(communicator_of(comm), rank, size)
     with unittest.mock.patch.multiple(symmetric, load=lambda: nvshmem, _runtime=runtime):
         for odd in (None, 0, size - 1):
-            memory = symmetric.allocate(communicator_of(MPI.COMM_SELF), 64, 5.0)
+            memory = symmetric.allocate(communicator_of(MPI.COMM_SELF), MemoryRequest(64, 5.0))
             assert memory.consensus is not None
             if memory.all_free(rank != odd, 5.0):
                 memory.free()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 
-from deepep_rt import Buffer, EPError, EPTimeoutError
+from deepep_rt import Buffer, EPError, EPTimeoutError, _env
 from deepep_rt.torch import communicator
 
 TOKENS, HIDDEN, LOCAL_EXPERTS, TOPK = 32, 512, 2, 2
@@ -170,7 +170,7 @@ def run_rank(backend: str, kind: str, call: str, delay_s: float, size: int, rank
     dist.barrier()
     if rank != victim:
         run_on_without_victim(mine, call, victim) if kind == "killed_masked" else run_until_error(mine, call, victim, kind)
-        if kind == "killed" and (backend == "host" or os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") == "heap"):
+        if kind == "killed" and (backend == "host" or _env.symmetric_memory() != "nvshmem"):
             run_on_as_survivors(backend, rank, size - 1)
     else:
         try:

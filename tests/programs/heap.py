@@ -20,7 +20,8 @@ from spmd import idle_barrier, main, raises
 from deepep_rt import EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.comm import convert, descriptors
 from deepep_rt.comm.communicator import Communicator
-from deepep_rt.cuda import heap
+from deepep_rt.cuda import heap, nvshmem, provider
+from deepep_rt.cuda.transport import MemoryRequest
 
 GPU = virtual_gpu.install()
 LIMIT_S = 20.0
@@ -31,7 +32,7 @@ def _communicator(comm: MPI.Intracomm) -> Communicator:
 
 
 def _allocate(comm: MPI.Intracomm, num_bytes: int) -> heap.HeapMemory:
-    return heap.HeapMemory(_communicator(comm), num_bytes, LIMIT_S)
+    return heap.HeapMemory(_communicator(comm), MemoryRequest(num_bytes, LIMIT_S))
 
 
 def _open() -> tuple[int, int]:
@@ -179,6 +180,35 @@ def check_a_failure_of_one_rank_is_that_of_all(comm: MPI.Intracomm) -> None:
     memory = _allocate(comm, 64)
     _use(comm, memory, 64)
     memory.free()
+
+
+def check_nvshmem_comes_where_one_rank_cannot_share(comm: MPI.Intracomm) -> None:
+    """All ranks take it together. Nothing of the attempt stays, and without NVSHMEM all ranks have both reasons."""
+    last = comm.Get_rank() == comm.Get_size() - 1
+    allocator = provider.AutoAllocator(nvshmem)
+    memory = allocator.allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
+    assert isinstance(memory, heap.HeapMemory)
+    _use(comm, memory, 64)
+    memory.free()
+    before, usual = _open(), (nvshmem.allocate, nvshmem.check_available)
+    try:
+        nvshmem.allocate, nvshmem.check_available = (lambda comm, request: "NVSHMEM's"), lambda: None  # type: ignore[assignment,misc,return-value]
+        for step in ("granularity", "export"):
+            GPU.fail = {step} if last else set()
+            found: Any = provider.AutoAllocator(nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
+            assert found == "NVSHMEM's", step
+        if last:
+            nvshmem.check_available = _is_missing
+        with raises(EPUnavailableError, "CUDA_ERROR_NOT_SUPPORTED", f"NVSHMEM: rank {comm.Get_size() - 1}: it is not installed"):
+            provider.AutoAllocator(nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
+    finally:
+        GPU.fail = set()
+        nvshmem.allocate, nvshmem.check_available = usual  # type: ignore[misc]
+    assert (_open(), GPU.left) == (before, (0, 0, 0))
+
+
+def _is_missing() -> None:
+    raise EPUnavailableError("it is not installed")
 
 
 class _NoRoom(socket.socket):

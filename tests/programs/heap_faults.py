@@ -26,8 +26,10 @@ from deepep_rt import EPTimeoutError
 from deepep_rt.comm import descriptors
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.cuda import heap, ipc, virtual_memory
+from deepep_rt.cuda.transport import MemoryRequest
 
 TIMEOUT_S, BYTES = seconds(1.5), 3 * virtual_gpu.UNIT
+REQUEST = MemoryRequest(BYTES, TIMEOUT_S)
 STEPS = {  # module and function: the rank dies before it
     "create": (virtual_memory, "create"),
     "export": (virtual_memory, "export"),
@@ -70,26 +72,26 @@ def run_rank(step: str, size: int, rank: int, port: int) -> None:
         os.environ["DEEPEP_RT_SYMMETRIC_MEMORY"] = f"heap:{way}"
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     ranks = _comm(store, "all", rank, size)
-    first = heap.HeapMemory(ranks, BYTES, TIMEOUT_S)
+    first = heap.HeapMemory(ranks, REQUEST)
     virtual_gpu.words(first.peers[(rank + 1) % size], BYTES)[:] = rank
     ranks.Barrier()
     before, left = _open(), gpu.left
     if rank == victim:
         module, name = STEPS[step]
         setattr(module, name, _die)
-        heap.HeapMemory(ranks, BYTES, TIMEOUT_S)
+        heap.HeapMemory(ranks, REQUEST)
         _die()
     begin = time.monotonic()
     if step == "end":
-        heap.HeapMemory(ranks, BYTES, TIMEOUT_S).free()
+        heap.HeapMemory(ranks, REQUEST).free()
     else:
         with raises(EPTimeoutError, f"rank {victim}"):
-            heap.HeapMemory(ranks, BYTES, TIMEOUT_S)
+            heap.HeapMemory(ranks, REQUEST)
         assert time.monotonic() - begin < 2 * TIMEOUT_S + seconds(1)
     assert (_open(), gpu.left) == (before, left)
     assert (virtual_gpu.words(first.peers[victim], BYTES) == victim - 1).all(), "the memory of a dead rank is still there"
     survivors = _comm(store, "survivors", rank, victim)
-    second = heap.HeapMemory(survivors, BYTES, TIMEOUT_S)
+    second = heap.HeapMemory(survivors, REQUEST)
     virtual_gpu.words(second.peers[(rank + 1) % victim], BYTES)[:] = rank
     survivors.Barrier()
     assert (virtual_gpu.words(second.ptr, BYTES) == (rank - 1) % victim).all()

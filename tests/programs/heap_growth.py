@@ -16,13 +16,14 @@ from virtual_gpu import UNIT, words
 from deepep_rt import EPOutOfMemoryError
 from deepep_rt.comm import convert
 from deepep_rt.cuda import heap
+from deepep_rt.cuda.transport import MemoryRequest
 
 GPU = virtual_gpu.install()
 LIMIT_S, _NAP_S = 20.0, seconds(0.5)
 
 
 def _allocate(comm: MPI.Intracomm, num_bytes: int = 2 * UNIT) -> heap.HeapMemory:
-    return heap.HeapMemory(convert.communicator_of(comm), num_bytes, LIMIT_S)
+    return heap.HeapMemory(convert.communicator_of(comm), MemoryRequest(num_bytes, LIMIT_S))
 
 
 def _open() -> tuple[int, int]:

@@ -25,6 +25,7 @@ from deepep_rt import EPConfigError, EPOutOfMemoryError, EPUnavailableError
 from deepep_rt._env import MEMORY_WAYS
 from deepep_rt.comm import convert, descriptors
 from deepep_rt.cuda import heap
+from deepep_rt.cuda.transport import MemoryRequest
 
 GPU = virtual_gpu.install()
 LIMIT_S, BYTES = 20.0, 3 * virtual_gpu.UNIT
@@ -93,7 +94,7 @@ def _open() -> tuple[int, int]:
 
 
 def _allocate(comm: MPI.Intracomm) -> heap.HeapMemory:
-    return heap.HeapMemory(convert.communicator_of(comm), BYTES, LIMIT_S)
+    return heap.HeapMemory(convert.communicator_of(comm), MemoryRequest(BYTES, LIMIT_S))
 
 
 def _use(comm: MPI.Intracomm, memory: heap.HeapMemory) -> None:

@@ -18,7 +18,7 @@ from expect import raises
 from limits import seconds
 from ports import free_port
 
-from deepep_rt import Buffer, EPTimeoutError
+from deepep_rt import Buffer, EPTimeoutError, _env
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.torch import communicator
 
@@ -104,7 +104,7 @@ def check_all(backend: str) -> None:
     check_failure_notice(backend, communicator())
     if dist.get_world_size() > 1:
         check_rank_that_makes_its_buffer_late(communicator())
-    is_heap = os.environ.get("DEEPEP_RT_SYMMETRIC_MEMORY") == "heap"
+    is_heap = _env.symmetric_memory() != "nvshmem"
     if backend == "host" or is_heap:  # NVSHMEM needs groups before the first Buffer of all ranks
         for odd in (0, 1):
             members = list(range(odd, dist.get_world_size(), 2))

@@ -16,12 +16,12 @@ from ...arrays.view import HOST, View
 from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus, agreed, begin_step
 from ...config import MAX_NODES, Config
-from ...cuda import driver, nvshmem
+from ...cuda import driver
 from ...cuda.local_heap import LocalHeap, SavedMemory
 from ...cuda.nics import line_rate, list_nics
-from ...cuda.relay_memory import RelayAllocator
+from ...cuda.provider import allocator_of, describe_ways
 from ...cuda.topology import choose_device
-from ...cuda.transport import SymmetricAllocator, SymmetricMemory
+from ...cuda.transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
 from ...description import LinkRates
 from ...errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import compiler
@@ -83,7 +83,7 @@ class CudaBackend:
     ) -> None:
         self.comm = comm = communicator.Dup()
         self._consensus = Consensus(comm)
-        allocator = _allocator_of(config)
+        allocator = allocator_of(config, _env.symmetric_memory())
         device = choose_device(comm, self._consensus, allocator)
         with self._consensus.step():
             self.context = driver.CurrentContext()
@@ -150,6 +150,8 @@ class CudaBackend:
                 driver.synchronize(0)
             if self.runtime.network is not None:
                 self.runtime.network.start_relay()
+            ways = comm.allgather(self._memory.way) if config.has_relay else [self._memory.way]  # each host has its own
+            self.description = dataclasses.replace(self.description, provider=describe_ways(ways))
         except Exception:
             if self._frees_alone:
                 if self._stops_in_time(False):
@@ -200,14 +202,16 @@ class CudaBackend:
     def _allocate(self, allocator: SymmetricAllocator, num_bytes: int, network: NetworkOptions | None) -> SymmetricMemory:
         """Allocate symmetric memory on all ranks, or on none."""
         config, comm = self._config, self.comm
+        request = MemoryRequest(num_bytes, config.timeout_s, config.node_size, network)
         if not config.has_relay:  # the ranks allocate together, so they fail together
-            return allocator.allocate(comm, num_bytes, config.timeout_s, config.node_size, network)
+            return allocator.allocate(comm, request)
         memory = None
         try:
             with self._consensus.step():
-                memory = allocator.allocate(comm, num_bytes, config.timeout_s, config.node_size, network)
-        except EPUnavailableError:
-            if memory is not None:  # another host failed; all ranks of this one have the memory, and free it
+                memory = allocator.allocate(comm, request)
+        except BaseException as error:
+            # If another host failed, all ranks of this one have the memory, and free it together. No rank uses it yet.
+            if memory is not None and (memory.is_local or isinstance(error, EPUnavailableError)):
                 memory.free()
             raise
         assert memory is not None
@@ -337,8 +341,8 @@ class CudaBackend:
     def _memory_that_sleeps(self) -> tuple[HeapMemory, LocalHeap]:
         if self.runtime.local_heap is None or not self._frees_alone:
             raise EPUnavailableError(
-                "the memory of this Buffer belongs to NVSHMEM or a relay; expected memory that can sleep. Set "
-                "DEEPEP_RT_SYMMETRIC_MEMORY=heap on all ranks of one host."
+                f"this memory cannot sleep: {self.description.provider}{', with a relay' * self._config.has_relay}; expected CUDA's virtual "
+                f"memory. Set DEEPEP_RT_SYMMETRIC_MEMORY=heap on all ranks of one host, with a way other than ipc."
             )
         return cast("HeapMemory", self._memory), self.runtime.local_heap
 
@@ -456,17 +460,6 @@ class CudaBackend:
     def _free_communicators(self) -> None:
         self._consensus.free()
         self.comm.Free()
-
-
-def _allocator_of(config: Config) -> SymmetricAllocator:
-    """Return what provides the symmetric memory. A network of NVSHMEM needs all of it in NVSHMEM's memory."""
-    if config.has_relay and (config.node_size == 1 or _env.symmetric_memory() == "nvshmem"):
-        return RelayAllocator(config.node_size)
-    if _env.symmetric_memory() == "nvshmem" or (config.has_network and not config.has_relay):
-        return nvshmem
-    from ...cuda import heap  # it needs sockets, whose module takes milliseconds to load
-
-    return heap
 
 
 def _memory_of(layout: Layout) -> dict[str, int]:

@@ -59,7 +59,7 @@ def test_a_buffer_that_does_not_fit_allocates_nothing(
         "allgather",
         lambda _, mine: [(few if r == rank else plenty, *mine[1:]) if _is_memory(mine) else mine for r in range(4)],
     )
-    monkeypatch.setattr(nvshmem, "allocate", lambda *_: pytest.fail("symmetric memory was allocated"))
+    monkeypatch.setattr(fake.allocator, "allocate", lambda *_: pytest.fail("symmetric memory was allocated"))
     need = Buffer.size_hint(num_ranks=4, num_max_tokens_per_rank=4096, hidden=7168, num_topk=4, num_experts=32)["total"]
     with pytest.raises(EPOutOfMemoryError) as caught:
         make(num_max_tokens_per_rank=4096, hidden=7168)
@@ -210,6 +210,8 @@ def test_ranks_with_different_memory_are_refused(fake: FakeGpu, make: Any, monke
         told = usual(self, value)
         return [*told[:-1], (value[0], "heap")] if isinstance(value, tuple) and value[1:] == ("nvshmem",) else told
 
+    monkeypatch.setenv("DEEPEP_RT_SYMMETRIC_MEMORY", "nvshmem")
+
     monkeypatch.setattr(FakeCommunicator, "allgather", allgather)
     with pytest.raises(EPConfigError, match="nvshmem, nvshmem, nvshmem, heap on ranks 0 to 3; expected the same on all ranks"):
         make()
@@ -217,7 +219,7 @@ def test_ranks_with_different_memory_are_refused(fake: FakeGpu, make: Any, monke
 
 def test_a_rank_frees_memory_of_its_own_alone(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After any failure, and without asking the other ranks, once kernels wait for no rank any more."""
-    monkeypatch.setattr(nvshmem.allocate, "is_local", True)
+    monkeypatch.setattr(fake.allocator.allocate, "is_local", True)
     answers: list[bool] = []
     monkeypatch.setattr(Consensus, "all_ok", lambda self, sound, *_: answers.append(sound) or sound)
 
@@ -250,7 +252,7 @@ def test_a_rank_frees_memory_of_its_own_alone(fake: FakeGpu, make: Any, monkeypa
 
 @pytest.mark.parametrize(
     ("module", "name", "steps_before"),
-    [(nvshmem, "check_available", 0), (driver, "allocate_pinned", 1), (launch, "load", 1), (LowLatency, "clear_inboxes", 1)],
+    [(None, "check_available", 0), (driver, "allocate_pinned", 1), (launch, "load", 1), (LowLatency, "clear_inboxes", 1)],
 )
 def test_a_rank_that_fails_in_construction(
     fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, steps_before: int
@@ -264,7 +266,7 @@ def test_a_rank_that_fails_in_construction(
         raise EPCacheError("the folder is full")
 
     with monkeypatch.context() as broken:
-        broken.setattr(module, name, fail)
+        broken.setattr(module or fake.allocator, name, fail)
         with pytest.raises(EPCacheError):
             make(low_latency=True)
     assert answers == [True] * steps_before + [False] + [True] * steps_before, "the last time to free memory together"
@@ -279,7 +281,7 @@ def test_a_rank_that_fails_in_construction(
             make(low_latency=True)
         assert answers == [True] * (2 * last - 1)
     monkeypatch.setattr(Consensus, "all_ok", lambda self, mine, what, limit=None: answers.append(mine) or mine)
-    monkeypatch.setattr(nvshmem.allocate, "consensus", SimpleNamespace(silent_ranks=[]))
+    monkeypatch.setattr(fake.allocator.allocate, "consensus", SimpleNamespace(silent_ranks=[]))
     answers.clear()
     fake.freed.clear()
     with monkeypatch.context() as broken:
@@ -307,14 +309,33 @@ def test_hosts_allocate_for_themselves_with_a_relay(fake: FakeGpu, make: Any, mo
         make(ranks_per_node=2, network=relay)
     assert fake.freed.count(BASE) == 2
 
+    def be_silent(consensus: Consensus, *_: Any) -> bool:
+        steps.append(True)
+        consensus.silent_ranks = [2] if len(steps) == 2 else []
+        return len(steps) != 2
 
-def test_the_description_of_a_buffer(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(Consensus, "all_ok", be_silent)
+    for is_local in (False, True):
+        steps.clear()
+        monkeypatch.setattr(fake.allocator.allocate, "is_local", is_local)
+        with pytest.raises(EPTimeoutError, match="for rank 2, which did not arrive"):
+            make(ranks_per_node=2, network=relay)
+        assert fake.freed.count(BASE) == 2 + is_local, "NVSHMEM frees on all ranks together"
+
+
+def test_the_description_of_a_buffer(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(tmp_path))
     with make() as buffer:
         found = buffer.describe()
     assert (found.backend, found.num_nodes, found.transport, found.path) == ("cuda", 1, "", "")
     assert found.gpus == ("Fake GPU (sm_90)",) * 4
     assert found.memory["total"] == Layout(buffer.config).size_hint["total"]
+    assert found.provider == "NVSHMEM"
+    monkeypatch.setattr(fake.allocator.allocate, "way", "sockets")
+    with make() as buffer:
+        assert buffer.describe().provider == "CUDA virtual memory, shared by descriptors over sockets"
+    with make(ranks_per_node=1, network=NetworkOptions(transport="mpi")) as buffer:
+        assert buffer.describe().provider == "CUDA driver, not shared"
     with make(ranks_per_node=2) as buffer:
         found = buffer.describe()
     assert (found.transport, found.transport_reason) == ("nvshmem", "all ranks are on one host")

@@ -13,7 +13,7 @@ from fake_gpu import FakeGpu, arguments, fake, make, routed
 
 from deepep_rt import EPAsleepError, EPInputError, EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.backends.cuda import runtime
-from deepep_rt.cuda import driver, nvshmem
+from deepep_rt.cuda import driver
 
 __all__ = ["fake", "make"]
 
@@ -37,7 +37,7 @@ def steps(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> list[str
             fake.requests.append("local is freed")
 
     monkeypatch.setattr(runtime, "LocalHeap", LocalHeap)
-    memory = nvshmem.allocate
+    memory = fake.allocator.allocate
     monkeypatch.setattr(memory, "is_local", True)
     monkeypatch.setattr(memory, "is_virtual", True)
     monkeypatch.setattr(memory, "sleep", lambda self: fake.requests.append("memory sleeps"), raising=False)
@@ -74,10 +74,10 @@ def test_work_ends_before_memory_goes(steps: list[str], fake: FakeGpu, make: Any
     assert "local is freed" in steps
 
 
-def test_it_sleeps_on_without_memory(steps: list[str], make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_sleeps_on_without_memory(steps: list[str], fake: FakeGpu, make: Any) -> None:
     buffer = make()
     buffer.sleep()
-    heap = nvshmem.allocate.local_heap  # type: ignore[attr-defined]
+    heap = fake.allocator.allocate.local_heap
     heap.wake_error = EPOutOfMemoryError("the CUDA driver reports CUDA_ERROR_OUT_OF_MEMORY")
     steps.clear()
     with pytest.raises(EPOutOfMemoryError, match="rank 0: the CUDA driver reports"):
@@ -92,7 +92,7 @@ def test_it_sleeps_on_without_memory(steps: list[str], make: Any, monkeypatch: p
 
 def test_what_cannot_sleep(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = make()
-    with pytest.raises(EPUnavailableError, match=r"belongs to NVSHMEM or a relay.*DEEPEP_RT_SYMMETRIC_MEMORY=heap"):
+    with pytest.raises(EPUnavailableError, match=r"this memory cannot sleep: NVSHMEM; .*DEEPEP_RT_SYMMETRIC_MEMORY=heap"):
         buffer.sleep()
     buffer.synchronize()
 

@@ -24,7 +24,7 @@ from fake_gpu import (
 )
 
 from deepep_rt import EPConfigError, EPInputError, EPUnavailableError, NetworkOptions
-from deepep_rt.cuda import driver, nvshmem
+from deepep_rt.cuda import driver
 from deepep_rt.kernels.layout import Layout
 
 __all__ = ["fake", "make", "old_rank"]
@@ -235,7 +235,7 @@ def test_ranks_without_peer_access(fake: FakeGpu, make: Any, monkeypatch: pytest
     with make() as buffer:
         handle = buffer.dispatch(*arguments(fake), num_worst_tokens=40).handle
     fake.pop_launches()
-    monkeypatch.setattr(nvshmem.allocate, "peers", (BASE, BASE + (1 << 36), 0, 0))
+    monkeypatch.setattr(fake.allocator.allocate, "peers", (BASE, BASE + (1 << 36), 0, 0))
     with make(low_latency=True) as buffer:
         handle.buffer_serial = buffer._info.serial
         for call in (

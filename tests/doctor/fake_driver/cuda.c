@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+typedef unsigned long long handle;
+
 static int setting(const char* name, int fallback) { return getenv(name) ? atoi(getenv(name)) : fallback; }
 
 int cuDriverGetVersion(int* version) {
@@ -48,3 +50,36 @@ int cuDeviceCanAccessPeer(int* can, int device, int peer) {
   *can = !(getenv("FAKE_NO_ACCESS") && device + peer == 1);
   return 0;
 }
+
+// Virtual memory: FAKE_NOT_SHARED lets the driver give out no descriptors of it.
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = &setting;
+  return 0;
+}
+int cuDevicePrimaryCtxRelease_v2(int device) { return 0; }
+int cuCtxSetCurrent(void* context) { return 0; }
+int cuMemGetAllocationGranularity(size_t* unit, const void* properties, int option) {
+  *unit = 2 << 20;
+  return 0;
+}
+int cuMemCreate(handle* memory, size_t size, const void* properties, handle flags) {
+  *memory = 7;
+  return 0;
+}
+int cuMemRelease(handle memory) { return 0; }
+int cuMemExportToShareableHandle(int* descriptor, handle memory, int kind, handle flags) {
+  *descriptor = dup(0);
+  return getenv("FAKE_NOT_SHARED") ? 802 : 0;
+}
+int cuMemImportFromShareableHandle(handle* memory, void* descriptor, int kind) {
+  *memory = 8;
+  return (size_t)descriptor > 2 ? 0 : 1;
+}
+int cuMemAddressReserve(handle* address, size_t size, size_t alignment, handle at, handle flags) {
+  *address = 1ull << 40;
+  return 0;
+}
+int cuMemAddressFree(handle address, size_t size) { return 0; }
+int cuMemMap(handle address, size_t size, size_t offset, handle memory, handle flags) { return memory == 8 ? 0 : 1; }
+int cuMemUnmap(handle address, size_t size) { return 0; }
+int cuMemSetAccess(handle address, size_t size, const void* access, size_t count) { return count == 1 ? 0 : 1; }

@@ -1,0 +1,149 @@
+"""The choice of what provides the symmetric memory of a Buffer: CUDA's virtual memory, NVSHMEM, or the driver's memory of each rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from ..comm.communicator import Communicator
+from ..config import Config
+from ..errors import EPError, EPOutOfMemoryError, EPUnavailableError
+from . import nvshmem
+from .relay_memory import RelayAllocator
+from .transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
+
+_WAYS = {
+    "nvshmem": "NVSHMEM",
+    "driver": "CUDA driver, not shared",
+    "sockets": "CUDA virtual memory, shared by descriptors over sockets",
+    "files": "CUDA virtual memory, shared by descriptors over socket files",
+    "pidfd": "CUDA virtual memory, shared by descriptors that ranks copy from each other's processes",
+    "fabric": "CUDA virtual memory, shared by handles of a fabric",
+    "ipc": "CUDA driver, shared by cudaIpc",
+}
+_log = logging.getLogger("deepep_rt")
+_warned: set[str] = set()
+
+
+def allocator_of(config: Config, setting: str) -> SymmetricAllocator:
+    """Return what provides the symmetric memory of a Buffer. `setting` is `_env.symmetric_memory()`.
+
+    A network of NVSHMEM needs all of it in NVSHMEM's memory. Between nodes of one rank, no rank addresses memory of another one.
+    """
+    if config.has_network and not config.has_relay:
+        return nvshmem
+    with_nvshmem: SymmetricAllocator = RelayAllocator(config.node_size) if config.has_relay else nvshmem
+    if setting == "nvshmem" or (config.has_relay and config.node_size == 1):
+        return with_nvshmem
+    if setting == "auto":
+        return AutoAllocator(with_nvshmem)
+    from . import heap  # it needs sockets, whose module takes milliseconds to load
+
+    return heap
+
+
+def describe_ways(ways: Iterable[str]) -> str:
+    """Describe who provides symmetric memory and how ranks share it, from each rank's `SymmetricMemory.way`."""
+    return "; ".join(dict.fromkeys(_WAYS[way] for way in ways))
+
+
+class AutoAllocator:
+    """Allocate virtual memory of CUDA, or else of NVSHMEM; see `transport.SymmetricAllocator`. The first allocation decides for all ranks.
+
+    Args:
+        fallback: Provides memory of NVSHMEM. It is neither loaded nor started before the virtual memory has failed.
+    """
+
+    def __init__(self, fallback: SymmetricAllocator) -> None:
+        self._fallback = fallback
+        self._chosen: SymmetricAllocator | None = None
+        self._ranks_per_gpu: Sequence[int] = (1,)
+
+    def check_available(self) -> None:
+        """Raise nothing: `allocate` tries what works, on all ranks together."""
+
+    def check_sharing(self, ranks_per_gpu: Sequence[int]) -> None:
+        """Keep the numbers for NVSHMEM. Any number of ranks may share a GPU with virtual memory."""
+        self._ranks_per_gpu = ranks_per_gpu
+
+    def is_shared(self, comm: Communicator) -> bool:
+        """Return whether ranks outside of `comm` may have to allocate at the same time. Collective."""
+        return (self._chosen or self._fallback).is_shared(comm)
+
+    def allocate(self, comm: Communicator, request: MemoryRequest) -> SymmetricMemory:
+        """Allocate a region. Collective.
+
+        Raises:
+            EPOutOfMemoryError: on every rank, if a GPU has too little memory.
+            EPUnavailableError: if neither kind of memory works. The error has the reasons of both.
+            EPTimeoutError: if a rank does not come.
+        """
+        if self._chosen is not None:
+            return self._chosen.allocate(comm, request)
+        memory, no_heap = _try_heap(comm, request)
+        if memory is not None:
+            from . import heap
+
+            self._chosen = heap
+            return memory
+        self._fall_back(comm, no_heap)
+        try:
+            memory = self._fallback.allocate(comm, request)
+        except EPUnavailableError as error:
+            raise EPUnavailableError(f"{str(error).rstrip('.')}. NVSHMEM was to provide the memory, because {no_heap}") from error
+        self._chosen = self._fallback
+        return memory
+
+    def _fall_back(self, comm: Communicator, no_heap: str) -> None:
+        """Check on all ranks that NVSHMEM can provide the memory. Collective."""
+        no_nvshmem = _first_problem(
+            comm, lambda: self._fallback.check_sharing(self._ranks_per_gpu), self._fallback.check_available
+        )
+        if no_nvshmem:
+            raise EPUnavailableError(
+                f"neither CUDA's virtual memory nor NVSHMEM can provide symmetric memory; expected one of them. Virtual memory: "
+                f"{no_heap.rstrip('.')}. NVSHMEM: {no_nvshmem}"
+            )
+        if comm.Get_rank() == 0 and no_heap not in _warned:
+            _warned.add(no_heap)
+            _log.warning("NVSHMEM provides symmetric memory, and not CUDA's virtual memory, because %s", no_heap)
+
+
+def _try_heap(comm: Communicator, request: MemoryRequest) -> tuple[SymmetricMemory | None, str]:
+    """Allocate virtual memory on all ranks, or return why that does not work. Collective. A host may fail alone."""
+    from . import heap
+
+    if problem := _first_problem(comm, heap.check_available):
+        return None, problem
+    memory: SymmetricMemory | None = None
+    failure: EPError | None = None
+    try:
+        memory = heap.allocate(comm, request)
+    except (EPUnavailableError, EPOutOfMemoryError) as error:
+        failure = error
+    try:
+        told = comm.allgather(None if failure is None else (isinstance(failure, EPOutOfMemoryError), str(failure)))
+    except BaseException:
+        if memory is not None:
+            memory.free()
+        raise
+    failed = sorted(filter(None, told), key=lambda found: not found[0])  # NVSHMEM would find no more memory
+    if not failed:
+        return memory, ""
+    if memory is not None and memory.all_free(True, request.timeout_s):
+        memory.free()
+    is_memory, text = failed[0]
+    if is_memory:
+        raise EPOutOfMemoryError(text) from failure
+    return None, text
+
+
+def _first_problem(comm: Communicator, *checks: Callable[[], None]) -> str:
+    """Return the first error of the checks on any rank, with its rank, or an empty text. Collective."""
+    mine = ""
+    try:
+        for check in checks:
+            check()
+    except EPError as error:
+        mine = str(error)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(comm.allgather(mine)) if text), "")
