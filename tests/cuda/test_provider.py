@@ -26,6 +26,10 @@ REQUEST = MemoryRequest(64, 1.0)
 MEMORY = SimpleNamespace(ptr=1)
 
 
+def _memory(freed: list[int]) -> Any:
+    return SimpleNamespace(all_free=lambda is_ok, limit_s: is_ok, free=lambda: freed.append(1))
+
+
 def _config(node_size: int = 4, transport: str = "nvshmem") -> Config:
     sizes = dict(num_max_tokens_per_rank=8, hidden=256, num_topk=2, num_experts=8, timeout_s=1.0, check_inputs=False)
     return Config(num_ranks=4, ranks_per_node=node_size, transport=transport, **sizes)
@@ -97,7 +101,7 @@ def test_a_rank_on_which_it_works_takes_nvshmem_too(tried: list[str], monkeypatc
     monkeypatch.setattr(
         heap,
         "allocate",
-        lambda comm, request: SimpleNamespace(all_free=lambda is_ok, limit_s: is_ok, free=lambda: freed.append(1)),
+        lambda comm, request: _memory(freed),
     )
     ranks = FakeRanks(gather=lambda mine: [None, None, (False, "sockets: EPERM."), None] if mine is None else [mine] * 4)
     assert AutoAllocator(nvshmem).allocate(ranks, REQUEST) is MEMORY
@@ -110,7 +114,7 @@ def test_too_little_memory_is_no_reason_for_nvshmem(tried: list[str], monkeypatc
     monkeypatch.setattr(
         heap,
         "allocate",
-        lambda comm, request: SimpleNamespace(all_free=lambda is_ok, limit_s: is_ok, free=lambda: freed.append(1)),
+        lambda comm, request: _memory(freed),
     )
     told = [None, (False, "sockets: EPERM."), (True, "a GPU has no 8 GB"), None]
     with pytest.raises(EPOutOfMemoryError, match="a GPU has no 8 GB"):
@@ -123,7 +127,7 @@ def test_nothing_stays_where_a_rank_is_silent(tried: list[str], monkeypatch: pyt
     monkeypatch.setattr(
         heap,
         "allocate",
-        lambda comm, request: SimpleNamespace(all_free=lambda is_ok, limit_s: is_ok, free=lambda: freed.append(1)),
+        lambda comm, request: _memory(freed),
     )
 
     def gather(mine: Any) -> list[Any]:

@@ -193,10 +193,9 @@ def check_nvshmem_comes_where_one_rank_cannot_share(comm: MPI.Intracomm) -> None
     before, usual = _open(), (nvshmem.allocate, nvshmem.check_available)
     try:
         nvshmem.allocate, nvshmem.check_available = (lambda comm, request: "NVSHMEM's"), lambda: None  # type: ignore[assignment,misc,return-value]
-        for step in ("granularity", "export"):
-            GPU.fail = {step} if last else set()
-            found: Any = provider.AutoAllocator(nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
-            assert found == "NVSHMEM's", step
+        GPU.fail = {"granularity", "export", "ipc"} if last else set()
+        found: Any = provider.AutoAllocator(nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
+        assert found == "NVSHMEM's"
         if last:
             nvshmem.check_available = _is_missing
         with raises(EPUnavailableError, "CUDA_ERROR_NOT_SUPPORTED", f"NVSHMEM: rank {comm.Get_size() - 1}: it is not installed"):

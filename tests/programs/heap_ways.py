@@ -240,13 +240,27 @@ def check_too_little_memory(comm: MPI.Intracomm) -> None:
         assert (_open(), GPU.left) == (before, (0, 0, 0)), way
 
 
-def check_memory_of_one_way_does_not_grow(comm: MPI.Intracomm) -> None:
-    """Only sockets pass memory at any time."""
-    with _machine(**{_MEMORY: "heap:pidfd"}):
-        memory = _allocate(comm)
-        with raises(EPOutOfMemoryError, "way=pidfd", "num_max_recv_tokens"):
-            memory.grow(BYTES, LIMIT_S)
-        memory.free()
+def check_growth_in_each_way(comm: MPI.Intracomm) -> None:
+    """It needs descriptors."""
+    with _folder(comm) as folder:
+        for way in MEMORY_WAYS:
+            with _machine(fabric=True, **{_MEMORY: f"heap:{way}", _FOLDER: folder}):
+                memory = _allocate(comm)
+                idle_barrier(comm)
+                if way in descriptors.WAYS:
+                    offset, size = memory.grow(BYTES, LIMIT_S)
+                    idle_barrier(comm)
+                    virtual_gpu.words(memory.peers[0] + offset, size)[comm.Get_rank()] = 7 + comm.Get_rank()
+                    idle_barrier(comm)
+                    if comm.Get_rank() == 0:
+                        found = virtual_gpu.words(memory.ptr + offset, size)[: comm.Get_size()]
+                        assert found.tolist() == [7 + rank for rank in range(comm.Get_size())]
+                else:
+                    with raises(EPOutOfMemoryError, f"way={way}", "a way with descriptors"):
+                        memory.grow(BYTES, LIMIT_S)
+                idle_barrier(comm)
+                assert memory.all_free(True, LIMIT_S)
+                memory.free()
     assert GPU.left == (0, 0, 0)
 
 
@@ -373,7 +387,7 @@ def check_strangers_at_the_files(comm: MPI.Intracomm) -> None:
                 stranger.kill()
                 stranger.communicate()
         assert comm.Get_size() == 1 or received.count(0), "no stranger has sent anything"
-        assert received.count(1) == 3 * (comm.Get_size() - 1)
+        assert received.count(1) == 2 * 3 * (comm.Get_size() - 1), "of the memory, and of the ends of mailboxes"
     if comm.Get_rank() == 0:
         shutil.rmtree(notes)
     assert _open() == before

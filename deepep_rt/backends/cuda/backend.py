@@ -341,8 +341,8 @@ class CudaBackend:
     def _memory_that_sleeps(self) -> tuple[HeapMemory, LocalHeap]:
         if self.runtime.local_heap is None or not self._frees_alone:
             raise EPUnavailableError(
-                f"this memory cannot sleep: {self.description.provider}{', with a relay' * self._config.has_relay}; expected CUDA's virtual "
-                f"memory. Set DEEPEP_RT_SYMMETRIC_MEMORY=heap on all ranks of one host, with a way other than ipc."
+                f"this memory cannot sleep: {self.description.provider}{', with a relay' * self._config.has_relay}; expected virtual "
+                f"memory of CUDA. Set DEEPEP_RT_SYMMETRIC_MEMORY=heap on all ranks of one host, with a way other than ipc."
             )
         return cast("HeapMemory", self._memory), self.runtime.local_heap
 
