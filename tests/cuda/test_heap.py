@@ -26,8 +26,7 @@ def test_memory_grows(program: str, num_ranks: int) -> None:
     run_checks(num_ranks, program)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 16])
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (1, 3, 16))])
 def test_ways_to_share_memory(num_ranks: int) -> None:
     run_checks(num_ranks, "heap_ways")
 
