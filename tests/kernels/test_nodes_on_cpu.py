@@ -305,8 +305,7 @@ def test_more_rows_than_a_rank_has_memory_for():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("path", ["hierarchical", "direct"])
-@pytest.mark.parametrize("layout", ["token", "expert"])
+@pytest.mark.parametrize(("path", "layout"), [("hierarchical", "token"), ("direct", "expert")])
 def test_memory_grows_for_more_rows(layout, path):
     """On the ranks that need it: calls, handles and combines give the same bits as with room from the start."""
     with Machine(4, 1, weak_memory=True, transport="mpi", can_sleep=True) as machine:
