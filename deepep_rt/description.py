@@ -54,6 +54,7 @@ class BufferDescription:
         memory: Bytes of GPU memory of a rank by region, and their sum as "total". With a relay also "pinned on the host", which is no GPU
             memory. Empty on the host backend.
         provider: What provides the memory that the GPUs of a host share, and how. Empty on the host backend.
+        grows: Whether the memory of each rank grows when results fill it.
         tuning: The choice of `Buffer.autotune` in use. Its number of SMs does not count if the program has set another. Empty without one.
 
     Example:
@@ -77,6 +78,7 @@ class BufferDescription:
     memory: Mapping[str, int] = field(default_factory=dict)
     tuning: str = ""
     provider: str = ""
+    grows: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -94,7 +96,9 @@ class BufferDescription:
             "transport": _because(self.transport, self.transport_reason),
             "path": _because(self.path, self.path_reason),
             "measured": str(self.measured or ("nothing" if self.path else "")),
-            "memory": f"{self.memory['total'] / 1e9:.2f} GB a rank ({regions})" if self.memory else "",
+            "memory": f"{self.memory['total'] / 1e9:.2f} GB a rank ({regions}){', and more if results fill it' * self.grows}"
+            if self.memory
+            else "",
             "provider": self.provider,
             "tuning": self.tuning,
         }

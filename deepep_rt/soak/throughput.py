@@ -26,8 +26,8 @@ def run_round(session: Session, plan: RoundPlan) -> None:
     choices = [experts_of(session.options, plan, 0, rank) for rank in range(num_ranks)]
     by_token = Routing(choices, session.rank, num_experts)
     num_recv, room = [by_token.num_sent_to(rank) for rank in range(num_ranks)], config.num_max_recv_tokens
-    by_expert = plan.kind == "expert_rows"
-    if by_expert and max(num_recv) > room:
+    by_expert, grows = plan.kind == "expert_rows", session.buffer.describe().grows
+    if by_expert and max(num_recv) > room and (plan.worst is not None or not grows):
         return
     if plan.worst is not None:
         most = most_recv_rows(config, "expert", plan.alignment) if by_expert else room
@@ -44,7 +44,7 @@ def run_round(session: Session, plan: RoundPlan) -> None:
             return _ByExpert(session, plan, call, number, routing, handle, received)
         return _ByToken(session, plan, call, number, routing, handle)
 
-    if not by_expert and plan.worst is None and max(num_recv) > room:
+    if not by_expert and plan.worst is None and max(num_recv) > room and not grows:
         exchange(0, None).run_without_room(room, num_recv)
         return
     handle = None

@@ -39,6 +39,7 @@ def test_the_table() -> None:
     assert str(description) == TEXT
     assert description.num_nodes == 2
     assert pickle.loads(pickle.dumps(description)) == description
+    assert "(control 0.5 MB, pool 1500.0 MB), and more if results fill it" in str(dataclasses.replace(description, grows=True))
     assert "measured   nothing" in str(dataclasses.replace(description, measured=None))
     with pytest.raises(dataclasses.FrozenInstanceError):
         description.path = "hierarchical"  # type: ignore[misc]

@@ -150,8 +150,9 @@ class CudaBackend:
                 driver.synchronize(0)
             if self.runtime.network is not None:
                 self.runtime.network.start_relay()
-            ways = comm.allgather(self._memory.way) if config.has_relay else [self._memory.way]  # each host has its own
-            self.description = dataclasses.replace(self.description, provider=describe_ways(ways))
+            kind = self._memory.way, self.throughput.results.grows
+            ways, grow = zip(*(comm.allgather(kind) if config.has_relay else [kind]), strict=True)  # each host has its own
+            self.description = dataclasses.replace(self.description, provider=describe_ways(ways), grows=all(grow))
         except Exception:
             if self._frees_alone:
                 if self._stops_in_time(False):
