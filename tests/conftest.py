@@ -58,7 +58,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_worker = "PYTEST_XDIST_WORKER" in os.environ  # a worker that started workers would do so without end
     asked = config.option.usepdb or getattr(config.option, "numprocesses", 0) is not None  # or xdist is not there
     if is_whole and not is_worker and not asked and launch() is None:
-        config.option.numprocesses = 2 + len(os.sched_getaffinity(0))  # two more, because many tests wait for the end of a limit
+        config.option.numprocesses = 1 + len(os.sched_getaffinity(0))  # one more, because some tests wait for the end of a limit
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
 

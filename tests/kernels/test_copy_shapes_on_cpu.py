@@ -20,7 +20,7 @@ SIZES = dict(num_max_tokens_per_rank=48, hidden=512, num_topk=2, num_experts=6, 
 
 
 @pytest.mark.parametrize(
-    "sizes", [dict(hidden=512), pytest.param(dict(hidden=64, ranks_per_node=2, num_max_recv_tokens=192), marks=pytest.mark.full)]
+    "sizes", [pytest.param(dict(hidden=512), marks=pytest.mark.full), dict(hidden=64, ranks_per_node=2, num_max_recv_tokens=192)]
 )
 def test_autotune(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its calls end, and leave results of the program and later calls as they are, on one node and on two.

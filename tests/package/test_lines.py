@@ -55,6 +55,7 @@ def test_folders_are_counted_alone_and_trees_with_all_folders() -> None:
     }
 
 
+@pytest.mark.full
 def test_the_table_has_the_difference_to_a_commit() -> None:
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, check=False).returncode:
         pytest.skip("there is no git history")
