@@ -32,6 +32,7 @@ def soak(
         int | None, typer.Option(help="Ranks of a node. Default: changes on the host backend; on GPUs, the ranks of a host.")
     ] = None,
     rounds_per_buffer: Annotated[int, typer.Option(help="Rounds before the next Buffer is made.")] = 200,
+    sleep_every: Annotated[int, typer.Option(help="Let Buffers sleep before one of so many rounds, on average.")] = 50,
     timeout_s: Annotated[float, typer.Option(help="Seconds after which a silent rank ends the run.")] = 60.0,
     progress_s: Annotated[float, typer.Option(help="Seconds between lines of progress.")] = 10.0,
 ) -> None:
@@ -54,6 +55,7 @@ def soak(
             experts=experts,
             ranks_per_node=ranks_per_node,
             rounds_per_buffer=rounds_per_buffer,
+            sleep_every=sleep_every,
         ),
         timeout_s=timeout_s,
         progress_s=progress_s,

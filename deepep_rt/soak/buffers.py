@@ -14,7 +14,7 @@ from ..arrays.dtypes import FP8_GROUP
 from ..config import MAX_RANKS_PER_NODE, PATHS
 from ..errors import EPConfigError
 
-BUFFERS, ROUNDS, POOLS, CHOICES, EXCLUDED = range(5)
+BUFFERS, ROUNDS, POOLS, CHOICES, EXCLUDED, SLEEPS = range(6)
 """Streams of random numbers of one seed."""
 
 
@@ -56,6 +56,7 @@ class Options:
     num_ranks: int
     on_gpu: bool  # draw the larger shapes for GPUs, and rounds with CUDA graphs
     rounds_per_buffer: int = 200  # rounds before the next Buffer is made
+    sleep_every: int = 50  # a Buffer sleeps before one of so many rounds, on average
     has_fp8: bool = True  # draw FP8 conversion in low-latency dispatches, and combines with rows as FP8
     tokens: int | None = None  # most tokens of a rank in Buffers of the throughput mode alone
     low_latency_tokens: int | None = None  # most tokens of a rank in Buffers of both modes
@@ -65,7 +66,7 @@ class Options:
     ranks_per_node: int | None = None  # None: on the host backend, some Buffers declare nodes. On GPUs, a node is a host
 
     def __post_init__(self) -> None:
-        for name, least in (("seed", 0), ("rounds_per_buffer", 1)):
+        for name, least in (("seed", 0), ("rounds_per_buffer", 1), ("sleep_every", 1)):
             if not is_int_in_range(value := getattr(self, name), least, 1 << 62):
                 option = "--" + name.replace("_", "-")
                 raise EPConfigError(f"{option} is {value}; expected a whole number from {least} on. Choose another one.")

@@ -16,7 +16,7 @@ import numpy as np
 from ..arrays.compressed_rows import LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import DTYPES, FP8_GROUP
 from ..config import COMBINE_DTYPES, MAX_ROW_BYTES, ROW_ALIGNMENT
-from .buffers import CHOICES, EXCLUDED, POOLS, ROUNDS, BufferPlan, Draw, Options, Shape, buffer_of, compressions_of
+from .buffers import CHOICES, EXCLUDED, POOLS, ROUNDS, SLEEPS, BufferPlan, Draw, Options, Shape, buffer_of, compressions_of
 
 _STREAM_MODES = ("plain", "plain", "async", "event", "stream")
 _PAYLOADS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int8")
@@ -81,6 +81,10 @@ class RoundPlan:
     idx_dtype: str
     delays_s: tuple[float, ...]  # of each rank, before the round
     keep_rounds: int  # rounds after which kept results are checked again; 0: none is kept
+    sleep: str = (
+        ""  # what becomes of kept results while the Buffer sleeps before the round: keep or lose. Empty: it does not sleep
+    )
+    trims: bool = False  # the Buffer gives back free memory before the round
     worst: tuple[int, ...] | None = None  # num_worst_tokens of each rank
     alignment: int = 1
     calls: tuple[Call, ...] = ()
@@ -97,6 +101,7 @@ def round_of(options: Options, number: int) -> RoundPlan:
     elif draw.chance(0.35):
         kind = "expert_rows"
     pool_size, pool_rank = _pool(draw, options, buffer)
+    before = Draw(options.seed, SLEEPS, number)
     common = dict(
         number=number,
         kind=kind,
@@ -107,6 +112,8 @@ def round_of(options: Options, number: int) -> RoundPlan:
         idx_dtype=draw.one_of("int32", "int64"),
         delays_s=_delays(draw, options.num_ranks),
         keep_rounds=draw.number(1, 12) if draw.chance(0.3) else 0,
+        sleep=before.one_of("keep", "lose") if before.chance(1 / options.sleep_every) else "",
+        trims=before.chance(1 / options.sleep_every),
     )
     if kind == "graph":
         return RoundPlan(**{**common, "idx_dtype": "int64"})  # the graph reads the same arrays each time

@@ -20,7 +20,14 @@ def command(options: Options, backend: str, timeout_s: float, number: int, since
     for name in sizes:
         if (value := getattr(options, name)) is not None:
             words += ["--" + name.replace("_", "-"), value]
-    words += ["--rounds-per-buffer", options.rounds_per_buffer, "--timeout-s", f"{timeout_s:g}"]
+    words += [
+        "--rounds-per-buffer",
+        options.rounds_per_buffer,
+        "--sleep-every",
+        options.sleep_every,
+        "--timeout-s",
+        f"{timeout_s:g}",
+    ]
     words += ["--seed", options.seed, "--round", number]
     words += [] if since is None else ["--since", since]
     return " ".join(map(str, words))
@@ -60,12 +67,12 @@ def write(path: Path, document: Mapping[str, Any]) -> None:
 
 def lines(document: Mapping[str, Any]) -> Iterable[str]:
     """Format the report as text."""
-    rounds, ranks, buffers = (
+    rounds, ranks, buffers, sleeps = (
         f"{document[key]} {word}{'s' * (document[key] != 1)}"
-        for key, word in (("rounds", "round"), ("num_ranks", "rank"), ("buffers", "Buffer"))
+        for key, word in (("rounds", "round"), ("num_ranks", "rank"), ("buffers", "Buffer"), ("sleeps", "sleep"))
     )
     what = f"{rounds} in {document['seconds']:.0f} s on {ranks}"
-    where = f"{document['backend']} backend, seed {document['seed']}, {buffers}"
+    where = f"{document['backend']} backend, seed {document['seed']}, {buffers}, {sleeps}"
     yield f"{document['status']}: {what} ({where}), {document['checked_bytes'] / 1e9:.2f} GB checked"
     yield ""
     yield f"{'call':24}{'timed':>8}{'p50 us':>12}{'p99 us':>12}{'max us':>12}"

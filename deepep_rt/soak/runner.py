@@ -128,7 +128,7 @@ class Run:
         self.arrays = Arrays(self.options.on_gpu)
         self.check = Checker(self.arrays, self.rank)
         self.times = Times()
-        self.num_rounds = self.num_buffers = 0
+        self.num_rounds = self.num_buffers = self.num_sleeps = 0
         self.session: Session | None = None
         self.last_progress = self.start
         self.interruption = Interruption(prints=self.rank == 0)
@@ -221,6 +221,10 @@ class Run:
         plan = round_of(self.options, number)
         self.watchdog.feed(self.asked.timeout_s)
         self.check.now = number
+        if plan.sleep:
+            self.num_sleeps += session.sleep(plan.sleep)
+        if plan.trims:
+            session.buffer.trim()
         self.arrays.delay(plan.delays_s[self.rank])
         session.is_timed = not any(plan.delays_s)
         session.activity = plan.kind
@@ -307,6 +311,7 @@ class Run:
             "first_round": self.first,
             "rounds": self.num_rounds,
             "buffers": self.num_buffers,
+            "sleeps": self.num_sleeps,
             "seconds": round(time.monotonic() - self.start, 1),
             "ranks_counted": ranks,  # 1: the figures are those of rank 0
             "checked_bytes": self.check.num_bytes,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..buffer import Buffer
+from ..errors import EPUnavailableError
 from .arrays import Arrays
 from .buffers import BufferPlan, Options
 from .check import Checker
@@ -104,6 +105,23 @@ class Session:
         for held in due:
             held.check()
             self._overwrite(held.result, held.names)
+
+    def sleep(self, kept: str) -> bool:
+        """Let the Buffer sleep and wake. `kept` says what becomes of kept results. Return whether its memory can sleep."""
+        description = self.buffer.describe()
+        can_sleep = description.backend == "host" or (description.grows and description.transport != "mpi")
+        self.activity = "sleep and wake"
+        if kept == "lose":
+            self.check_kept()
+        self.settle()
+        try:
+            self.buffer.sleep(keep_results=kept == "keep")
+        except EPUnavailableError:
+            if can_sleep:
+                raise
+            return False
+        self.buffer.wake()
+        return True
 
     def settle(self) -> None:
         """Wait for all comparisons and times."""

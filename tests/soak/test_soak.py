@@ -217,6 +217,10 @@ def test_plans_draw_every_option():
     assert any(0 in plan.tokens for plan in rounds)
     assert any(plan.keep_rounds for plan in rounds)
     assert any(max(plan.delays_s) > 0 for plan in rounds)
+    assert {plan.sleep for plan in rounds} == {"", "keep", "lose"}
+    assert {plan.trims for plan in rounds} == {True, False}
+    often = soak_buffers.Options(seed=1, num_ranks=4, on_gpu=True, sleep_every=1)
+    assert {soak_plan.round_of(often, number).sleep for number in range(50)} == {"keep", "lose"}
     assert {buffer.ranks_per_node for buffer in buffers_of(on_gpu=True)} == {None}, "a host of GPUs may lack a transport"
     on_host = buffers_of(on_gpu=False)
     assert {buffer.ranks_per_node for buffer in on_host} == {None, 1, 2}
