@@ -8,7 +8,7 @@ import sys
 
 import limits
 import pytest
-from launch import launch, run_checks
+from launch import environment, launch, run_checks
 from paths import PROGRAMS, pythonpath
 
 
@@ -33,6 +33,16 @@ def test_rank_that_is_lost_in_a_call(kinds: list[str], number: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": passed") == number, done.stdout
     assert ": failed" not in done.stdout
+
+
+@pytest.mark.parametrize(("kills", "num_ranks"), [(1, 3), pytest.param(10, 4, marks=pytest.mark.full)])
+def test_survivors_of_random_kills(kills: int, num_ranks: int) -> None:
+    """Any rank may die, in any call. The others make a new Buffer each time, and go on."""
+    pytest.importorskip("torch", reason="its store connects processes without mpirun")
+    words = [sys.executable, str(PROGRAMS / "kills.py"), "host", str(kills), str(num_ranks), "3"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=limits.seconds(300), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"passed: {kills} kills in" in done.stdout
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.full)])

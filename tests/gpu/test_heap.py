@@ -263,6 +263,18 @@ def test_nvshmem_is_not_loaded(comm):
     comm.Barrier()
 
 
+def test_survivors_of_random_kills(comm):
+    """Any rank may die, in any call. The others make a new Buffer each time, and go on. It prints how long that took."""
+    if comm.rank == 0 and comm.size > 2:
+        words = [sys.executable, str(PROGRAMS / "kills.py"), "cuda", "4", str(comm.size), "3"]
+        env = environment(DEEPEP_RT_SYMMETRIC_MEMORY="heap")
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=200, check=False)
+        print(done.stdout)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "passed: 4 kills in" in done.stdout
+    comm.Barrier()
+
+
 def test_survivors_go_on(comm):
     """After the death of a rank, the others make a new Buffer, and go on."""
     if comm.rank == 0 and comm.size > 1:

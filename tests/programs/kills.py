@@ -1,0 +1,120 @@
+"""Random kills: python kills.py cuda|host KILLS RANKS SEED starts RANKS processes without mpirun, again and again, until KILLS are done.
+
+Each rank makes the same random calls. At a random moment one of them kills itself. The others raise in time, and make a new Buffer over the
+ranks that live, whose results are checked. That goes on until two ranks are left. This process holds the store, so any rank may die.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from gpu_faults import CALLS, Rank, sizes_of
+from limits import seconds
+from ports import free_port
+
+from deepep_rt import Buffer, EPTimeoutError
+from deepep_rt.comm.store import StoreCommunicator
+
+TIMEOUT_S, LATEST_S, LIMIT_S = seconds(1.0), 0.05, seconds(60)
+FIRST_S = 60.0  # the first Buffers may compile
+
+
+def plan(seed: int, world: int, size: int, most: int) -> list[tuple[int, float, list[str]]]:
+    """Draw the kills of one start: the rank, the seconds after which it dies, and the calls in which it does."""
+    rng, alive, kills = np.random.default_rng([seed, world]), list(range(size)), []
+    while len(alive) > 2 and len(kills) < most:
+        victim = alive.pop(int(rng.integers(len(alive))))
+        kills.append((victim, float(rng.uniform(0, LATEST_S)), [str(call) for call in rng.choice(CALLS, 20)]))
+    return kills
+
+
+def make_buffer(store: dist.Store, name: str, backend: str, rank: int, alive: list[int]) -> tuple[Buffer, Rank]:
+    """Make a Buffer over the ranks that live, and check its calls. Note how long the making took."""
+    group = StoreCommunicator(store, name, alive.index(rank), len(alive))
+    begin = time.monotonic()
+    buffer = Buffer(group, **sizes_of(len(alive)), timeout_s=TIMEOUT_S, backend=backend)
+    store.set(f"{name}/made in/{rank}", f"{time.monotonic() - begin:.4f}")
+    mine = Rank(buffer, alive.index(rank), len(alive), "cuda" if backend == "cuda" else "cpu")
+    for _ in range(3):
+        mine.prepare()
+    return buffer, mine
+
+
+def run_rank(backend: str, seed: int, size: int, most: int, world: int, rank: int, port: int) -> None:
+    faulthandler.dump_traceback_later(LIMIT_S * size + FIRST_S, exit=True)
+    if backend == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    alive = list(range(size))
+    for number, (victim, delay_s, calls) in enumerate(plan(seed, world, size, most)):
+        buffer, mine = make_buffer(store, f"{world}/{number}", backend, rank, alive)
+        if rank == victim:
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, max(delay_s, 1e-6))
+        begin = time.monotonic()
+        try:
+            while time.monotonic() - begin < LIMIT_S:
+                for call in calls:
+                    getattr(mine, call)()
+                    buffer.synchronize()
+        except EPTimeoutError:
+            assert time.monotonic() - begin < TIMEOUT_S + seconds(10)
+        else:
+            raise AssertionError("the loss of a rank was not reported")
+        buffer.destroy(in_touch=False)
+        alive.remove(victim)
+    buffer, _ = make_buffer(store, f"{world}/end", backend, rank, alive)
+    buffer.destroy()
+    os._exit(0)
+
+
+def run_world(backend: str, seed: int, size: int, most: int, world: int, store: dist.TCPStore) -> list[float]:
+    """Start the ranks once. Return the seconds of the slowest rank for each new Buffer after a kill."""
+    words = [sys.executable, __file__, backend, str(most), str(size), str(seed), str(world)]
+    ranks = [subprocess.Popen([*words, str(rank), str(store.port)]) for rank in range(size)]
+    try:
+        codes = [process.wait(LIMIT_S * size + FIRST_S) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    kills = plan(seed, world, size, most)
+    alive, victims = set(range(size)), [victim for victim, *_ in kills]
+    assert codes == [-signal.SIGKILL if rank in victims else 0 for rank in range(size)], f"seed {seed}, start {world}: {codes}"
+    found = []
+    for number, (victim, delay_s, _) in enumerate(kills):
+        alive.remove(victim)
+        name = f"{world}/{number + 1 if number + 1 < len(kills) else 'end'}"
+        found.append(max(float(store.get(f"{name}/made in/{rank}")) for rank in alive))
+        after = f"rank {victim} killed after {1e3 * delay_s:.1f} ms"
+        print(f"start {world}: {after}; {len(alive)} ranks have a new Buffer after {found[-1]:.3f} s", flush=True)
+    return found
+
+
+def main() -> None:
+    backend, kills, size, seed, *rest = sys.argv[1:]
+    if rest:
+        world, rank, port = map(int, rest)
+        return run_rank(backend, int(seed), int(size), int(kills), world, rank, port)
+    store: Any = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    found: list[float] = []
+    world = 0
+    while (left := int(kills) - len(found)) > 0:
+        found += run_world(backend, int(seed), int(size), left, world, store)
+        world += 1
+    print(
+        f"passed: {len(found)} kills in {world} starts of {size} ranks; new Buffer p50 {np.median(found):.3f} s, max {max(found):.3f} s"
+    )
+    return None
+
+
+if __name__ == "__main__":
+    main()
