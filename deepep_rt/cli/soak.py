@@ -23,6 +23,10 @@ def soak(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the report, also during the run.")
     ] = None,
+    groups: Annotated[
+        str,
+        typer.Option(help="Ranks of each group, such as 3,1. Each group runs by itself, with the next seed. Default: one group."),
+    ] = "",
     tokens: Annotated[int | None, typer.Option(help="Most tokens of a rank in throughput Buffers. Default: changes.")] = None,
     low_latency_tokens: Annotated[int | None, typer.Option(help="The same for Buffers of both modes. Default: changes.")] = None,
     hidden: Annotated[int | None, typer.Option(help="Elements of a row. Default: changes from Buffer to Buffer.")] = None,
@@ -47,6 +51,7 @@ def soak(
         since=since,
         backend=backend,
         json_file=json_file,
+        groups=groups,
         sizes=dict(
             tokens=tokens,
             low_latency_tokens=low_latency_tokens,

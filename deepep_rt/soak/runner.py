@@ -14,9 +14,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -63,6 +63,7 @@ class Asked:
     since: int | None = None
     backend: str = "auto"
     json_file: Path | None = None
+    groups: str = ""  # ranks of each group, such as "3,1". Empty: one group of all ranks
     sizes: dict[str, int | None] = field(default_factory=dict)
     timeout_s: float = 60.0
     progress_s: float = 10.0
@@ -100,9 +101,32 @@ def run(asked: Asked) -> dict[str, Any] | None:
     """
     with fail_together(world()) as comm:
         asked.check()
+        if asked.groups:
+            comm, asked = _in_groups(comm, asked)
         if asked.json_file:
             check_writable(comm, asked.json_file, "--json", is_file=True)
         return Run(comm, asked).run()
+
+
+def _in_groups(comm: Intracomm, asked: Asked) -> tuple[Intracomm, Asked]:
+    """Return the communicator of this rank's group, and the options of its run: a seed and a report of its own."""
+    from ..backends.agreement import why_no_gpu
+    from ..comm.convert import communicator_of
+
+    sizes = [int(size) if size.isdecimal() else 0 for size in asked.groups.split(",")]
+    if min(sizes) < 1 or sum(sizes) != comm.size:
+        raise EPConfigError(
+            f"--groups is {asked.groups!r}; expected numbers of ranks, separated by commas, that add up to {comm.size}. Pass such numbers."
+        )
+    if asked.backend != "host" and why_no_gpu() is None:
+        from ..cuda import driver
+
+        driver.use_device(communicator_of(comm).ranks_on_host().index(comm.rank))  # a group alone would begin with the first GPU
+    number = next(number for number in range(len(sizes)) if comm.rank < sum(sizes[: number + 1]))
+    path, seed = asked.json_file, asked.seed
+    group = cast("Intracomm", comm.Split(number, comm.rank))
+    path = path and path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return group, replace(asked, seed=None if seed is None else seed + number, json_file=path)
 
 
 class Run:

@@ -183,6 +183,19 @@ def test_rounds_pass(num_ranks, tmp_path):
     assert "soak:" in progress
 
 
+def test_groups_run_beside_each_other(tmp_path):
+    """Each of its own size, with a seed and a report of its own."""
+    report = tmp_path / "soak.json"
+    printed, _ = run_soak(3, "--groups", "2,1", "--rounds", "16", "--seed", 5, "--sleep-every", 4, "--json", report)
+    found = [json.loads((tmp_path / f"soak-{number}.json").read_text()) for number in range(2)]
+    assert [(one["status"], one["num_ranks"], one["seed"], one["rounds"]) for one in found] == [
+        ("passed", 2, 5, 16),
+        ("passed", 1, 6, 16),
+    ]
+    assert all(one["sleeps"] for one in found)
+    assert printed.count("passed: 16 rounds") == 2
+
+
 @pytest.mark.full
 def test_minutes_end_the_run(tmp_path):
     report = tmp_path / "soak.json"
@@ -374,7 +387,12 @@ def test_wrong_options_are_errors(options, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [(["--json", "/proc/nowhere/soak.json"], "--json"), (["--hidden", "7"], "hidden=7")]
+    ("options", "message"),
+    [
+        (["--json", "/proc/nowhere/soak.json"], "--json"),
+        (["--hidden", "7"], "hidden=7"),
+        (["--groups", "2,2"], "--groups is '2,2'; expected numbers of ranks"),
+    ],
 )
 def test_runs_that_cannot_start_are_errors(options, message):
     words = [sys.executable, "-m", "deepep_rt", "soak", "--backend", "host", "--rounds", "1", *options]
