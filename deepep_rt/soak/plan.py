@@ -102,6 +102,10 @@ def round_of(options: Options, number: int) -> RoundPlan:
         kind = "expert_rows"
     pool_size, pool_rank = _pool(draw, options, buffer)
     before = Draw(options.seed, SLEEPS, number)
+    sleep = before.one_of("keep", "lose") if before.chance(1 / options.sleep_every) else ""
+    trims = before.chance(1 / options.sleep_every)
+    if sleep and buffer.has_graph and before.chance(0.7):  # a graph of before shall find its memory again
+        kind = "graph"
     common = dict(
         number=number,
         kind=kind,
@@ -112,8 +116,8 @@ def round_of(options: Options, number: int) -> RoundPlan:
         idx_dtype=draw.one_of("int32", "int64"),
         delays_s=_delays(draw, options.num_ranks),
         keep_rounds=draw.number(1, 12) if draw.chance(0.3) else 0,
-        sleep=before.one_of("keep", "lose") if before.chance(1 / options.sleep_every) else "",
-        trims=before.chance(1 / options.sleep_every),
+        sleep=sleep,
+        trims=trims,
     )
     if kind == "graph":
         return RoundPlan(**{**common, "idx_dtype": "int64"})  # the graph reads the same arrays each time

@@ -73,6 +73,8 @@ def lines(document: Mapping[str, Any]) -> Iterable[str]:
     )
     what = f"{rounds} in {document['seconds']:.0f} s on {ranks}"
     where = f"{document['backend']} backend, seed {document['seed']}, {buffers}, {sleeps}"
+    if document["replays_after_sleep"]:
+        where += f", {document['replays_after_sleep']} replays after one"
     yield f"{document['status']}: {what} ({where}), {document['checked_bytes'] / 1e9:.2f} GB checked"
     yield ""
     yield f"{'call':24}{'timed':>8}{'p50 us':>12}{'p99 us':>12}{'max us':>12}"

@@ -152,7 +152,7 @@ class Run:
         self.arrays = Arrays(self.options.on_gpu)
         self.check = Checker(self.arrays, self.rank)
         self.times = Times()
-        self.num_rounds = self.num_buffers = self.num_sleeps = 0
+        self.num_rounds = self.num_buffers = self.num_sleeps = self.num_replays = 0
         self.session: Session | None = None
         self.last_progress = self.start
         self.interruption = Interruption(prints=self.rank == 0)
@@ -245,8 +245,9 @@ class Run:
         plan = round_of(self.options, number)
         self.watchdog.feed(self.asked.timeout_s)
         self.check.now = number
-        if plan.sleep:
-            self.num_sleeps += session.sleep(plan.sleep)
+        if plan.sleep and session.sleep(plan.sleep):
+            self.num_sleeps += 1
+            self.num_replays += plan.kind == "graph" and session.graph is not None
         if plan.trims:
             session.buffer.trim()
         self.arrays.delay(plan.delays_s[self.rank])
@@ -336,6 +337,7 @@ class Run:
             "rounds": self.num_rounds,
             "buffers": self.num_buffers,
             "sleeps": self.num_sleeps,
+            "replays_after_sleep": self.num_replays,  # of a graph that was captured before
             "seconds": round(time.monotonic() - self.start, 1),
             "ranks_counted": ranks,  # 1: the figures are those of rank 0
             "checked_bytes": self.check.num_bytes,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import kept
@@ -56,11 +58,24 @@ def _library(name: str, make: Callable[[Path], None]) -> Path:
         os.utime(library)  # it is in use, so delete_oldest keeps it
     except FileNotFoundError:
         folder.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=kept.UNFINISHED, dir=folder) as unfinished:
-            made = Path(unfinished) / name
-            make(made)
-            made.replace(library)  # other processes see a complete library or none
+        with _alone(library.with_suffix(".lock")):
+            if not library.exists():
+                with tempfile.TemporaryDirectory(prefix=kept.UNFINISHED, dir=folder) as unfinished:
+                    made = Path(unfinished) / name
+                    make(made)
+                    made.replace(library)  # other processes see a complete library or none
     return library
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process at a time run the block: the others would compile the same. A process that dies gives the lock up."""
+    with path.open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # a process that waits still has the file, and then finds the library
 
 
 @functools.cache
