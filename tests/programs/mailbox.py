@@ -93,12 +93,19 @@ def check_answers(comm: MPI.Intracomm) -> None:
     mailbox.close()
 
 
+def _own_names() -> str:
+    """Return the lines of this process's sockets in the list of the network namespace, which names those of other processes too."""
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    return "\n".join(line for line in Path("/proc/net/unix").read_text().splitlines() if own & set(line.split()))
+
+
 def check_no_way_in_for_strangers(comm: MPI.Intracomm) -> None:
     """The sockets have no names, in every way in which their ends were passed."""
     for way in ("sockets", "pidfd"):
         mailbox = Mailbox(convert.communicator_of(comm), lambda *_: None, way, LIMIT_S)
         idle_barrier(comm)
-        assert "deepep_rt" not in Path("/proc/net/unix").read_text()
+        assert "deepep_rt" not in _own_names()
         mailbox.ask([1], -1, LIMIT_S)
         idle_barrier(comm)
         mailbox.close()
