@@ -2,7 +2,7 @@
 
     python bench/start.py                              # one rank
     python bench/start.py --launcher "mpirun -n 4"     # a rank on each of four GPUs
-    python bench/start.py --memory heap                # virtual memory of CUDA only, and not beside it that of NVSHMEM
+    python bench/start.py --memory heap                # virtual memory of CUDA only
 
 Each start is a fresh program, so this one runs without mpirun and gives the launcher's command to its children. A first start is not
 counted: it compiles the kernels, and Python's bytecode. The times are milliseconds of rank 0, and medians over the starts. The stages of

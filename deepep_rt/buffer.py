@@ -1136,6 +1136,8 @@ class Buffer(SharedByCopies):
         call that timed out, a rank that an exception took out of the `with` block, and a rank that has masked others. The memory of all
         ranks then stays allocated until the processes end, and a new Buffer may be made.
 
+        With virtual memory of CUDA, a rank waits for no other, and frees its own memory in all these cases and in the next one.
+
         A silent rank is waited for in two rounds of `timeout_s` (30 s at least), with a warning every 30 seconds. Then the memory stays
         allocated too, and this raises EPTimeoutError with the names of such ranks. With `on_timeout="mask"` a round takes `timeout_s`, and
         this warns instead.

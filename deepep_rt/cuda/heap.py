@@ -152,6 +152,11 @@ class HeapMemory:
         self.is_local = self.is_virtual = False
         self.consensus = Consensus(group)
 
+    @property
+    def can_grow(self) -> bool:
+        """Whether the ranks can pass more memory to each other, and this one has addresses for it."""
+        return self._mailbox is not None and self._size < self._stride
+
     def grow(self, num_bytes: int, timeout_s: float, heard: Heard = _nothing_heard) -> tuple[int, int]:
         """Map a segment for this rank, on all ranks of the host. Return its offset in the region, and its bytes. Not collective.
 

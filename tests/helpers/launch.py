@@ -18,7 +18,7 @@ from deepep_rt._install import pip_install
 
 # JAX programs take two thirds of the time if LLVM does not optimise. LLVM does not change the calls and their order.
 QUICK_XLA = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"}
-LIMIT_S = 400  # a program with 8 ranks, or one that compiles, takes 90 s on 2 cores, and longer beside other tests
+LIMIT_S = 400  # a program with 8 ranks, or one that compiles, takes 90 s on 2 cores, and longer while other tests run
 
 
 @functools.cache

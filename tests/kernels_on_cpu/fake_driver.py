@@ -255,6 +255,7 @@ class _SymmetricMemory:
         self.is_local = self.is_virtual = fake.can_sleep
         self._num_bytes, room = num_bytes, _ROOM if fake.can_sleep else 0
         self.segments: dict[int, int] = {}
+        self.can_grow = fake.can_sleep
         if not fake.symmetric:
             fake.symmetric = [fake.gpus.allocate(num_bytes + room) for _ in range(fake.num_ranks)]
             allocation = next(fake.numbers)

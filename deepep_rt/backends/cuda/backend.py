@@ -285,21 +285,22 @@ class CudaBackend:
     def sleep(self, keeps_results: bool) -> None:
         """Give memory back to the GPU; see `Buffer.sleep`. The kernels' State and the status page stay."""
         memory, heap = self._memory_that_sleeps()
-        runtime = self.runtime
         check_can_sleep(self.low_latency.hooks, self.masked_ranks())
         with self.context:
             self._finish_calls("sleep()")
             met = begin_step(self.comm, self._monitor.failure_notice, self._config.timeout_s, "sleep")
-            self._end_work()
-            self.throughput.results.shrink()
-            parts = runtime.in_use(with_results=keeps_results)
-            if keeps_results:
-                parts += self.throughput.results.in_use()
-            self._saved = agreed(met, functools.partial(SavedMemory, parts))
+            self._saved = agreed(met, functools.partial(self._save, keeps_results))
             met.release()
             memory.sleep()
             heap.sleep()
-            runtime.stream_pool.trim()
+            self.runtime.stream_pool.trim()
+
+    def _save(self, keeps_results: bool) -> SavedMemory:
+        """End the work of this GPU, give up free memory, and copy what has to stay to host memory."""
+        self._end_work()
+        results = self.throughput.results
+        results.shrink()
+        return SavedMemory(self.runtime.in_use(with_results=keeps_results) + (results.in_use() if keeps_results else []))
 
     @whole_call("kPhaseDispatchRows")
     def wake(self) -> None:
@@ -382,16 +383,14 @@ class CudaBackend:
     def drop(self) -> bool:
         """The program has dropped the Buffer: free its memory without the other ranks. Return whether that was possible now.
 
-        It waits for nothing. Memory that the program or a captured graph may still use is looked at again when a Buffer is made.
+        It waits for nothing, and lets kernels that run send their rows. Memory that they, the program or a captured graph may still use is
+        looked at again when a Buffer is made.
         """
         if not self._frees_alone:
             return False
         with suppress(EPUnavailableError):  # the context has failed, and the memory with it
-            if may_call_cuda():
-                with self.context, driver.relaxed_capture_mode():
-                    self._monitor.abort_waits()
-                if self._free_if_unused():
-                    return True
+            if may_call_cuda() and self._free_if_unused():
+                return True
         _dropped.append(self)
         return False
 

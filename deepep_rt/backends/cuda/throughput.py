@@ -48,10 +48,11 @@ def _counts_in_capture() -> EPInputError:
 
 
 def _growing(runtime: CudaRuntime) -> Growing | None:
-    if not runtime.memory.is_virtual:
+    memory = cast("HeapMemory", runtime.memory)
+    if not (memory.is_virtual and memory.can_grow):
         return None
     heard = functools.partial(runtime.monitor.failure_notice.heard, "more memory for results")
-    return Growing(cast("HeapMemory", runtime.memory), runtime.config.timeout_s, heard)
+    return Growing(memory, runtime.config.timeout_s, heard)
 
 
 def receive_window(offset: int, parts: Mapping[str, int], capacity: int) -> dict[str, int]:
