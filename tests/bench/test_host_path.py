@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_gpu import Array, FakeGpu, fake, make, routed  # noqa: F401  (fixtures)
 from launch import run_bench
+from limits import seconds
+from paths import HELPERS, pythonpath
 
 pytest.importorskip("rich")
 pytest.importorskip("ml_dtypes")
@@ -94,3 +99,13 @@ def test_the_program_on_the_host(tmp_path: Path) -> None:
     for row in result["rows"]:
         assert row["us"] > 0
         assert host_path.REST in row["steps"]
+
+
+def test_the_program_without_a_gpu() -> None:
+    """`tests/helpers/host_time.py` still makes its Buffer and its calls."""
+    pytest.importorskip("torch")
+    environment = {**os.environ, "PYTHONPATH": pythonpath()}
+    words = [sys.executable, str(HELPERS / "host_time.py"), "--once"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=seconds(100), check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" us\n") == 16

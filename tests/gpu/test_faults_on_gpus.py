@@ -18,35 +18,36 @@ CALLS = ("dispatch", "dispatch_no_wait", "combine", "low_latency_dispatch", "low
 DELAYS_US = (0, 100, 2000)  # before the launch, during the kernel, and between calls
 
 
-def lose(comm, kind, call, delay_us):
+def lose(comm, kind, call, delays_us=DELAYS_US):
+    """Lose a rank after each of some delays, in programs that run at the same time."""
     if not comm.rank:
-        words = [sys.executable, str(PROGRAMS / "gpu_faults.py"), "cuda", kind, call, str(delay_us), str(comm.size)]
-        process = subprocess.Popen(
-            words, env=environment(), start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        common = dict(env=environment(), start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        words = [sys.executable, str(PROGRAMS / "gpu_faults.py"), "cuda", kind, call]
+        programs = [subprocess.Popen([*words, str(delay_us), str(comm.size)], **common) for delay_us in delays_us]
         try:
-            output, _ = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # also the ranks that it started
-            pytest.fail(f"the program did not end\n{process.communicate()[0]}", pytrace=False)
-        assert process.returncode == 0, output
-        assert output.count(" passed") == comm.size - kind.startswith("killed"), output
+            for delay_us, program in zip(delays_us, programs, strict=True):
+                output, _ = program.communicate(timeout=LIMIT_S)
+                assert program.returncode == 0, f"after {delay_us} us: {output}"
+                assert output.count(" passed") == comm.size - kind.startswith("killed"), output
+        finally:
+            for program in programs:
+                if program.poll() is None:
+                    os.killpg(program.pid, signal.SIGKILL)  # also the ranks that it started
+                    print(program.communicate()[0])
     comm.Barrier()
 
 
-@pytest.mark.parametrize("delay_us", DELAYS_US)
 @pytest.mark.parametrize("call", CALLS)
-def test_a_rank_that_is_killed(comm, call, delay_us):
-    lose(comm, "killed", call, delay_us)
+def test_a_rank_that_is_killed(comm, call):
+    lose(comm, "killed", call)
 
 
-@pytest.mark.parametrize("delay_us", DELAYS_US)
 @pytest.mark.parametrize("call", ["low_latency_dispatch", "low_latency_combine", "hook"])
-def test_a_rank_that_is_killed_while_timeouts_mask(comm, call, delay_us):
-    lose(comm, "killed_masked", call, delay_us)
+def test_a_rank_that_is_killed_while_timeouts_mask(comm, call):
+    lose(comm, "killed_masked", call)
 
 
 @pytest.mark.parametrize("kind", ["asleep", "raises"])
 @pytest.mark.parametrize("call", ["dispatch", "combine", "low_latency_dispatch"])
 def test_a_rank_that_sleeps_or_raises(comm, kind, call):
-    lose(comm, kind, call, 100)
+    lose(comm, kind, call, [100])

@@ -158,12 +158,35 @@ def test_ranks_that_differ(comm, settings):
         round_trip(comm, gpu, host, 2, 40, 8)
 
 
-def test_too_many_rows(comm, settings):
-    with make(comm, hidden=512, num_max_recv_tokens=100, **settings) as gpu:
-        idx = torch.zeros(80, 8, dtype=torch.int64, device="cuda") + torch.arange(8, device="cuda")
-        with pytest.raises(EPOutOfMemoryError, match=r"num_max_recv_tokens=100; expected at least \d+.* rank 0"):
-            dispatch_to_the_end(gpu, rows(comm, 1, 80, 512), idx)
-        comm.Barrier()
+def uneven(comm, gpu, num_tokens):
+    """Make rows and a routing that brings rank 0 almost all of them. The last rank gets some of rank 0."""
+    idx = torch.zeros(num_tokens, 8, dtype=torch.int64, device="cuda") + torch.arange(8, device="cuda")
+    if comm.Get_rank() == 0:
+        idx[:, 7] = gpu.config.num_experts - 1
+    return rows(comm, 1, num_tokens, 512), idx
+
+
+def test_more_rows_than_expected(comm, settings):
+    """Memory that grows takes them, in all calls. Other memory raises on all ranks. Both serve later calls."""
+    node = settings["ranks_per_node"]
+    with (
+        make(comm, hidden=512, num_max_recv_tokens=100, **settings) as gpu,
+        make(comm, "host", hidden=512, ranks_per_node=node) as host,
+    ):
+        x, idx = uneven(comm, gpu, 80)
+        if not gpu.describe().grows:
+            with pytest.raises(EPOutOfMemoryError, match=r"num_max_recv_tokens=100; expected at least \d+.* rank 0"):
+                dispatch_to_the_end(gpu, x, idx)
+            comm.Barrier()
+            return
+        for layout in ("token", "expert", "token"):
+            options = dict(layout=layout, zero_padding=layout == "expert")
+            sent, want = gpu.dispatch(x, idx, **options), host.dispatch(*cpu(x, idx), **options)
+            same(sent.recv_x, want.recv_x)
+            y = rows(comm, 2, sent.handle.num_recv_rows, 512)
+            same(gpu.combine(y, sent.handle).x, host.combine(*cpu(y), want.handle).x)
+            same(gpu.dispatch(x, handle=sent.handle).recv_x, want.recv_x)
+            round_trip(comm, gpu, host, 3, 20, 8)
 
 
 def test_calls_after_a_dispatch_with_too_many_rows(comm, settings):
@@ -173,10 +196,9 @@ def test_calls_after_a_dispatch_with_too_many_rows(comm, settings):
         make(comm, "host", hidden=512, num_max_recv_tokens=160, ranks_per_node=settings["ranks_per_node"]),
     )
     with gpu, host:
-        idx = torch.zeros(120, 8, dtype=torch.int64, device="cuda") + torch.arange(8, device="cuda")
-        if comm.Get_rank() == 0:
-            idx[:, 7] = gpu.config.num_experts - 1  # the last rank gets rows too
-        x = rows(comm, 1, 120, 512)
+        if gpu.describe().grows:
+            return  # test_more_rows_than_expected
+        x, idx = uneven(comm, gpu, 120)
         for layout in ("token", "expert"):
             results = []
             with pytest.raises(EPOutOfMemoryError, match=r"num_max_recv_tokens=160; expected at least \d+.* rank 0"):  # noqa: PT012

@@ -269,22 +269,27 @@ def _allocator_of(fake: FakeGpu, config: Config) -> Any:
     return RelayAllocator(1) if config.has_relay and config.node_size == 1 else fake.allocator
 
 
+class FixedMemory:
+    """Symmetric memory of four ranks at addresses that never change. Nothing is allocated."""
+
+    ptr, network_ids = BASE, range(4)
+    peers = tuple(BASE + (rank << 36) for rank in range(4))
+    consensus, way = None, "nvshmem"
+    is_local = is_virtual = False
+
+    def __init__(self, *_: object) -> None: ...
+
+    def all_free(self, sound: bool, timeout_s: float) -> bool:
+        return sound
+
+    def free(self) -> None: ...
+
+
 @pytest.fixture
 def make(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes a Buffer of rank 0 of 4."""
 
-    class Memory:
-        ptr, network_ids = BASE, range(4)
-        peers = tuple(BASE + (rank << 36) for rank in range(4))
-
-        consensus = None
-        is_local = is_virtual = False
-        way = "nvshmem"
-
-        def __init__(self, *_: object) -> None: ...
-        def all_free(self, sound: bool, timeout_s: float) -> bool:
-            return sound
-
+    class Memory(FixedMemory):
         def free(self) -> None:
             fake.freed.append(self.ptr)
 

@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:tests/helpers python tests/helpers/host_time.py
     PYTHONPATH=.:tests/helpers python tests/helpers/host_time.py --steps torch    # or plain: arrays that only hold a pointer
+    PYTHONPATH=.:tests/helpers python tests/helpers/host_time.py --once           # whether it runs; its times mean nothing
 
 With `--steps` it prints what each step of a call takes (`bench/host_path.py`). It needs gcc and cuda-python, and PyTorch but for plain
 arrays. It needs no GPU. A real driver adds its own time, most of it in the launch.
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-_ROWS, _CALLS = 7, 20_000  # the best row counts
+_ROWS, _CALLS = (1, 1) if "--once" in sys.argv else (7, 20_000)  # the best row counts
 
 
 def main() -> None:
@@ -48,7 +49,7 @@ def build_empty_driver(folder: str) -> None:
 def make_buffer() -> Any:
     """Make a Buffer of rank 0 of 4. Its kernels are not loaded."""
     import pytest
-    from fake_gpu import BASE, FakeCommunicator
+    from fake_gpu import FakeCommunicator, FixedMemory
 
     from deepep_rt import Buffer
     from deepep_rt.backends import agreement, factory
@@ -57,15 +58,8 @@ def make_buffer() -> Any:
     from deepep_rt.cuda import topology
     from deepep_rt.jit import compiler, launch
 
-    class Memory:
-        ptr, network_ids, consensus, is_local, way = BASE, range(4), None, False, "nvshmem"
-        peers = tuple(BASE + (rank << 36) for rank in range(4))
-
-        def __init__(self, *_: object) -> None: ...
-        def free(self) -> None: ...
-
     patch = pytest.MonkeyPatch().setattr
-    patch(backend, "allocator_of", lambda config, setting: SimpleNamespace(allocate=Memory, check_available=lambda: None))
+    patch(backend, "allocator_of", lambda config, setting: SimpleNamespace(allocate=FixedMemory, check_available=lambda: None))
     patch(convert, "communicator_of", lambda comm: comm)
     patch(factory, "agree", lambda *_: "cuda")
     patch(topology, "placed", lambda communicator, config: config)
