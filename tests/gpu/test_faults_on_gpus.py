@@ -18,12 +18,17 @@ CALLS = ("dispatch", "dispatch_no_wait", "combine", "low_latency_dispatch", "low
 DELAYS_US = (0, 100, 2000)  # before the launch, during the kernel, and between calls
 
 
+def _start(kind, call, delay_us, size):
+    words = [sys.executable, str(PROGRAMS / "gpu_faults.py"), "cuda", kind, call, str(delay_us), str(size)]
+    return subprocess.Popen(
+        words, env=environment(), start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
 def lose(comm, kind, call, delays_us=DELAYS_US):
     """Lose a rank after each of some delays, in programs that run at the same time."""
     if not comm.rank:
-        common = dict(env=environment(), start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        words = [sys.executable, str(PROGRAMS / "gpu_faults.py"), "cuda", kind, call]
-        programs = [subprocess.Popen([*words, str(delay_us), str(comm.size)], **common) for delay_us in delays_us]
+        programs = [_start(kind, call, delay_us, comm.size) for delay_us in delays_us]
         try:
             for delay_us, program in zip(delays_us, programs, strict=True):
                 output, _ = program.communicate(timeout=LIMIT_S)

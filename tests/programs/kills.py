@@ -1,7 +1,8 @@
 """Random kills: python kills.py cuda|host KILLS RANKS SEED starts RANKS processes without mpirun, again and again, until KILLS are done.
 
 Each rank makes the same random calls. At a random moment one of them kills itself. The others raise in time, and make a new Buffer over the
-ranks that live, whose results are checked. That goes on until two ranks are left. This process holds the store, so any rank may die.
+ranks that live, whose results are checked. That goes on until two ranks are left. The ranks of the next starts load their libraries
+meanwhile. This process holds the store, so any rank may die.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,9 @@ from ports import free_port
 from deepep_rt import Buffer, EPTimeoutError
 from deepep_rt.comm.store import StoreCommunicator
 
-TIMEOUT_S, LATEST_S, LIMIT_S = seconds(1.0), 0.05, seconds(60)
+LATEST_S, LIMIT_S = 0.05, seconds(60)
 FIRST_S = 60.0  # the first Buffers may compile
+TIMEOUTS_S, AHEAD = {"cuda": seconds(0.5), "host": seconds(1.0)}, {"cuda": 2, "host": 0}  # and starts that wait for their turn
 
 
 def plan(seed: int, world: int, size: int, most: int) -> list[tuple[int, float, list[str]]]:
@@ -41,7 +44,7 @@ def make_buffer(store: dist.Store, name: str, backend: str, rank: int, alive: li
     """Make a Buffer over the ranks that live, and check its calls. Note how long the making took."""
     group = StoreCommunicator(store, name, alive.index(rank), len(alive))
     begin = time.monotonic()
-    buffer = Buffer(group, **sizes_of(len(alive)), timeout_s=TIMEOUT_S, backend=backend)
+    buffer = Buffer(group, **sizes_of(len(alive)), timeout_s=TIMEOUTS_S[backend], backend=backend)
     store.set(f"{name}/made in/{rank}", f"{time.monotonic() - begin:.4f}")
     mine = Rank(buffer, alive.index(rank), len(alive), "cuda" if backend == "cuda" else "cpu")
     for _ in range(3):
@@ -50,10 +53,13 @@ def make_buffer(store: dist.Store, name: str, backend: str, rank: int, alive: li
 
 
 def run_rank(backend: str, seed: int, size: int, most: int, world: int, rank: int, port: int) -> None:
-    faulthandler.dump_traceback_later(LIMIT_S * size + FIRST_S, exit=True)
     if backend == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.cuda.synchronize()  # the start of CUDA
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.set(f"{world}/ready/{rank}", "")
+    store.wait([f"{world}/turn"], timedelta(hours=1))
+    faulthandler.dump_traceback_later(LIMIT_S * size + FIRST_S, exit=True)
     alive = list(range(size))
     for number, (victim, delay_s, calls) in enumerate(plan(seed, world, size, most)):
         buffer, mine = make_buffer(store, f"{world}/{number}", backend, rank, alive)
@@ -67,7 +73,7 @@ def run_rank(backend: str, seed: int, size: int, most: int, world: int, rank: in
                     getattr(mine, call)()
                     buffer.synchronize()
         except EPTimeoutError:
-            assert time.monotonic() - begin < TIMEOUT_S + seconds(10)
+            assert time.monotonic() - begin < TIMEOUTS_S[backend] + seconds(10)
         else:
             raise AssertionError("the loss of a rank was not reported")
         buffer.destroy(in_touch=False)
@@ -77,15 +83,19 @@ def run_rank(backend: str, seed: int, size: int, most: int, world: int, rank: in
     os._exit(0)
 
 
-def run_world(backend: str, seed: int, size: int, most: int, world: int, store: dist.TCPStore) -> list[float]:
-    """Start the ranks once. Return the seconds of the slowest rank for each new Buffer after a kill."""
+def start(backend: str, seed: int, size: int, most: int, world: int, port: int) -> list[subprocess.Popen[bytes]]:
+    """Start the ranks of a world. They wait for its turn."""
     words = [sys.executable, __file__, backend, str(most), str(size), str(seed), str(world)]
-    ranks = [subprocess.Popen([*words, str(rank), str(store.port)]) for rank in range(size)]
-    try:
-        codes = [process.wait(LIMIT_S * size + FIRST_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    return [subprocess.Popen([*words, str(rank), str(port)]) for rank in range(size)]
+
+
+def run_world(
+    ranks: list[subprocess.Popen[bytes]], seed: int, size: int, most: int, world: int, store: dist.TCPStore
+) -> list[float]:
+    """Let the ranks run. Return the seconds of the slowest rank for each new Buffer after a kill."""
+    store.wait([f"{world}/ready/{rank}" for rank in range(size)], timedelta(seconds=FIRST_S))
+    store.set(f"{world}/turn", "")
+    codes = [process.wait(LIMIT_S * size + FIRST_S) for process in ranks]
     kills = plan(seed, world, size, most)
     alive, victims = set(range(size)), [victim for victim, *_ in kills]
     assert codes == [-signal.SIGALRM if rank in victims else 0 for rank in range(size)], f"seed {seed}, start {world}: {codes}"
@@ -105,13 +115,21 @@ def main() -> None:
         world, rank, port = map(int, rest)
         return run_rank(backend, int(seed), int(size), int(kills), world, rank, port)
     store: Any = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    each = int(size) - 2
+    most = [min(each, int(kills) - first) for first in range(0, int(kills), each)]
+    worlds: list[list[subprocess.Popen[bytes]]] = []
     found: list[float] = []
-    world = 0
-    while (left := int(kills) - len(found)) > 0:
-        found += run_world(backend, int(seed), int(size), left, world, store)
-        world += 1
+    try:
+        for world in range(len(most)):
+            while len(worlds) < min(world + 1 + AHEAD[backend], len(most)):
+                worlds.append(start(backend, int(seed), int(size), most[len(worlds)], len(worlds), store.port))
+            found += run_world(worlds[world], int(seed), int(size), most[world], world, store)
+    finally:
+        for ranks in worlds:
+            for process in ranks:
+                process.kill()
     print(
-        f"passed: {len(found)} kills in {world} starts of {size} ranks; new Buffer p50 {np.median(found):.3f} s, max {max(found):.3f} s"
+        f"passed: {len(found)} kills in {len(most)} starts of {size} ranks; new Buffer p50 {np.median(found):.3f} s, max {max(found):.3f} s"
     )
     return None
 
