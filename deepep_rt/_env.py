@@ -144,14 +144,14 @@ def nvshmem_transport() -> str:
 
 
 _SYMMETRIC_MEMORY = "auto", "heap", "nvshmem"
-DEFAULT_SYMMETRIC_MEMORY = "nvshmem"
+DEFAULT_SYMMETRIC_MEMORY = "auto"
 MEMORY_WAYS = "sockets", "files", "pidfd", "fabric", "ipc"
 """The ways in which ranks pass virtual memory to each other, in the order in which they are tried."""
 
 
 def symmetric_memory() -> str:
-    """`DEEPEP_RT_SYMMETRIC_MEMORY`: who provides memory that the GPUs of a host share: "nvshmem", also when unset; "heap", CUDA's
-    virtual memory; or "auto", this one where it works. Between hosts, `transport="nvshmem"` always takes NVSHMEM's. "heap:" with one of
+    """`DEEPEP_RT_SYMMETRIC_MEMORY`: who provides memory that the GPUs of a host share: "heap", CUDA's virtual memory; "nvshmem"; or
+    "auto", also when unset: CUDA's where it works. Between hosts, `transport="nvshmem"` always takes NVSHMEM's. "heap:" with one of
     `MEMORY_WAYS` forces this way.
     """
     return _memory_setting()[0]

@@ -111,9 +111,9 @@ class Buffer(SharedByCopies):
 
     Args:
         comm: An mpi4py communicator, or what `deepep_rt.torch.communicator` makes of a process group. Its ranks are the expert-parallel
-            group. On GPUs whose memory NVSHMEM provides (`DEEPEP_RT_SYMMETRIC_MEMORY`), it starts over the ranks of a process's first
-            Buffer. Later Buffers may be over groups of these ranks. All groups then make theirs at the same time, over as many ranks and
-            of the same sizes. With CUDA's virtual memory, Buffers may be over any ranks of a host, at any time.
+            group. Inside a host, Buffers may be over any ranks, at any time. If NVSHMEM provides the memory (between hosts; see
+            `DEEPEP_RT_SYMMETRIC_MEMORY`), it starts over the ranks of a process's first Buffer. Later Buffers may be over groups of these
+            ranks. All groups then make theirs at the same time, over as many ranks and of the same sizes.
         num_max_tokens_per_rank: The most tokens that one rank gives to one `dispatch`.
         hidden: Elements of a row; in `dtype`, a row has a multiple of 16 bytes, and at most 96 KiB.
         num_topk: Experts of a token, 1 to 32.
@@ -1132,11 +1132,11 @@ class Buffer(SharedByCopies):
     def destroy(self, in_touch: bool = True) -> None:
         """Release the memory. Collective; do not use results afterwards. A second call does nothing.
 
-        On GPUs, all ranks have to take part. Three kinds of ranks tell the others that they leave, and wait for no rank: a rank with a
-        call that timed out, a rank that an exception took out of the `with` block, and a rank that has masked others. The memory of all
-        ranks then stays allocated until the processes end, and a new Buffer may be made.
+        With CUDA's virtual memory, a rank waits for no other, and frees its own memory at once, whatever happened before.
 
-        With virtual memory of CUDA, a rank waits for no other, and frees its own memory in all these cases and in the next one.
+        With memory of NVSHMEM, all ranks have to take part. Three kinds of ranks tell the others that they leave, and wait for no rank:
+        a rank with a call that timed out, a rank that an exception took out of the `with` block, and a rank that has masked others. The
+        memory of all ranks then stays allocated until the processes end, and a new Buffer may be made.
 
         A silent rank is waited for in two rounds of `timeout_s` (30 s at least), with a warning every 30 seconds. Then the memory stays
         allocated too, and this raises EPTimeoutError with the names of such ranks. With `on_timeout="mask"` a round takes `timeout_s`, and

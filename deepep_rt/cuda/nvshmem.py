@@ -36,7 +36,7 @@ class Runtime:
 _runtime: Runtime | None = None
 _lost_start = ""  # the error of an earlier start that did not end
 
-_OTHER_MEMORY = " Inside one node, DEEPEP_RT_SYMMETRIC_MEMORY=auto has no such limit."
+_OTHER_MEMORY = " Inside one node, virtual memory of CUDA has no such limit: see DEEPEP_RT_SYMMETRIC_MEMORY in docs/running.md."
 _STARTING = "the start of NVSHMEM"
 _START_S, _ROLL_CALL_S, _REMINDER_S = 300.0, 10.0, 30.0
 

@@ -79,18 +79,17 @@ _ALL = (
     ),
     FindingType(
         "neighbours-hidden",
-        "A rank sees only its own GPU, or not those of all other ranks of its host. NVSHMEM then asks NVML which GPUs "
-        "reach each other, and maps the memory of those. If NVML does not see them either, making a Buffer raises "
-        "EPUnavailableError. Containers that hold one GPU each are an example. Virtual memory of CUDA needs no other GPU to be "
-        "visible.",
-        "Set DEEPEP_RT_SYMMETRIC_MEMORY=auto. Or give all ranks of a host the same CUDA_VISIBLE_DEVICES, or none. Each then takes "
+        "A rank sees only its own GPU, or not those of all other ranks of its host. Virtual memory of CUDA, the default, works so. "
+        "Memory of NVSHMEM does only if NVML says that the GPUs reach each other. If it does not, making a Buffer raises "
+        "EPUnavailableError. Containers that hold one GPU each are an example.",
+        "Unset DEEPEP_RT_SYMMETRIC_MEMORY. Or give all ranks of a host the same CUDA_VISIBLE_DEVICES, or none. Each then takes "
         "the GPU with its own number on the host, unless the program chooses another one. Under Slurm leave out --gpus-per-task "
         "and --gpu-bind. Under Ray set RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1.",
     ),
     FindingType(
         "no-virtual-memory",
-        "Processes cannot share virtual memory of a GPU. With DEEPEP_RT_SYMMETRIC_MEMORY=auto, Buffers take the memory of NVSHMEM "
-        "instead. With heap, making a Buffer raises EPUnavailableError.",
+        "Processes cannot share virtual memory of a GPU. Buffers take the memory of NVSHMEM instead, and their groups, sleep and growth "
+        "are limited. With DEEPEP_RT_SYMMETRIC_MEMORY=heap, making a Buffer raises EPUnavailableError.",
         "If a descriptor cannot be passed, let the sandbox (seccomp) allow Unix sockets. If the driver refuses, install a newer "
         "one. Or set DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem.",
     ),
@@ -191,8 +190,8 @@ _ALL = (
     ),
     FindingType(
         "no-nvshmem",
-        "NVSHMEM or nvshmem4py is missing or does not load. Buffers need it for memory of NVSHMEM, and for its network. With "
-        "virtual memory of CUDA (DEEPEP_RT_SYMMETRIC_MEMORY) they need neither inside one host.",
+        "NVSHMEM or nvshmem4py is missing or does not load. Buffers need it for the network of NVSHMEM between hosts. Inside a host "
+        "they need it only where virtual memory of CUDA cannot be shared, or with DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem.",
         f"{pip_install_cuda()}. If it is installed, the message names the library that it misses.",
     ),
     FindingType(
