@@ -1048,7 +1048,8 @@ class Buffer(SharedByCopies):
     def sleep(self, *, keep_results: bool = False) -> None:
         """Give the memory of this Buffer back to the GPU, until `wake`. Collective, between calls.
 
-        It waits for all work of this GPU. What stays is about 1 MB, results that lie in memory of their own, and the code of kernels.
+        It waits for all work of this GPU. What stays is about 1 MB, results that lie in memory of their own, the code of kernels, and with
+        several nodes the memory of the network.
         Addresses do not change: after `wake`, captured CUDA graphs, prepared calls, compiled JAX programs and handles work as before. Until
         then, do not replay such graphs and do not read results. Results that the caller holds are lost: their arrays exist after `wake`,
         with undefined contents. Calls of a Buffer that sleeps raise EPAsleepError. `destroy`, `describe` and `statistics` work.
@@ -1059,7 +1060,7 @@ class Buffer(SharedByCopies):
             keep_results: Copy the results that the caller holds to host memory, and back in `wake`. Ranks may differ in it.
 
         Raises:
-            EPUnavailableError: If the memory cannot sleep: it belongs to NVSHMEM, or a relay sends to it. The Buffer stays awake.
+            EPUnavailableError: If the memory cannot sleep: all of it is NVSHMEM's or cudaIpc's. The Buffer stays awake.
             EPInputError: If a hook is open, a rank is masked, or the stream of the last call is captured in a CUDA graph.
             EPOutOfMemoryError: On every rank, if the memory of one host does not suffice for what is kept. The Buffer stays awake.
             EPTimeoutError: If a rank does not call it. EPPeerError, if that rank makes another call.
@@ -1132,11 +1133,12 @@ class Buffer(SharedByCopies):
     def destroy(self, in_touch: bool = True) -> None:
         """Release the memory. Collective; do not use results afterwards. A second call does nothing.
 
-        With CUDA's virtual memory, a rank waits for no other, and frees its own memory at once, whatever happened before.
+        On one node with CUDA's virtual memory, a rank waits for no other, and frees its own memory at once, whatever happened before.
 
-        With memory of NVSHMEM, all ranks have to take part. Three kinds of ranks tell the others that they leave, and wait for no rank:
-        a rank with a call that timed out, a rank that an exception took out of the `with` block, and a rank that has masked others. The
-        memory of all ranks then stays allocated until the processes end, and a new Buffer may be made.
+        With several nodes, and with memory of NVSHMEM, all ranks have to take part. Three kinds of ranks tell the others that they leave,
+        and wait for no rank: a rank with a call that timed out, a rank that an exception took out of the `with` block, and a rank that has
+        masked others. The memory of the network, or all memory if NVSHMEM provides it, then stays allocated until the processes end, and a
+        new Buffer may be made.
 
         A silent rank is waited for in two rounds of `timeout_s` (30 s at least), with a warning every 30 seconds. Then the memory stays
         allocated too, and this raises EPTimeoutError with the names of such ranks. With `on_timeout="mask"` a round takes `timeout_s`, and

@@ -3,7 +3,7 @@
 // (kHasRelay).
 //
 // Offsets are those of symmetric memory. The bytes of a put lie in network memory at both ends, and stay there until the receiver has them.
-// Network memory is a part of symmetric memory, or with a relay pinned host memory that mirrors this part.
+// Network memory is NVSHMEM's, or with a relay pinned host memory. It mirrors a part of symmetric memory, or NVSHMEM provides both.
 // A word arrives after all bytes that were put with it, and after nothing else. One lane may wait for the word with an acquiring wait, and
 // then its warp may read.
 #pragma once
@@ -18,13 +18,13 @@ __device__ __forceinline__ bool is_scale_out(const Params& p, int rank) {
 
 // The address of offset 0, for offsets of network memory of this rank.
 __device__ __forceinline__ u64 network_base(const Params& p) {
-  if constexpr (kHasRelay) return at<const NetworkState>(p.state, kLocalNetwork)->base;
+  if constexpr (kHasScaleOut) return at<const NetworkState>(p.state, kLocalNetwork)->base;
   return p.peers[p.rank];
 }
 
 // The address of offset 0, for what `source` sends to this rank: symmetric memory, or network memory.
 __device__ __forceinline__ u64 inbox_base(const Params& p, int source) {
-  return kHasRelay && is_scale_out(p, source) ? network_base(p) : p.peers[p.rank];
+  return is_scale_out(p, source) ? network_base(p) : p.peers[p.rank];
 }
 
 // Hands a put to the relay of this rank. Called by one thread, which orders the writes of its warp before.
@@ -59,7 +59,7 @@ __device__ inline void put(const Params& p, int rank, u64 to, u64 from, u64 num_
     if (lane_idx() == 0) relay(p, rank, to, from, num_bytes, flag, value, false, sequence);
     __syncwarp();
   } else if constexpr (kHasScaleOut) {
-    const u64 base = p.peers[p.rank];
+    const u64 base = network_base(p);
     nvshmem_put(at<void>(base, to), at<void>(base, from), num_bytes, at<u64>(base, flag), value, p.pes[rank]);
   }
 }
@@ -70,5 +70,5 @@ __device__ inline void signal(const Params& p, int rank, u64 to, u64 value) {
   if constexpr (kHasRelay)
     relay(p, rank, 0, 0, 0, to, value, false, sequence);
   else if constexpr (kHasScaleOut)
-    nvshmem_signal(at<u64>(p.peers[p.rank], to), value, p.pes[rank]);
+    nvshmem_signal(at<u64>(network_base(p), to), value, p.pes[rank]);
 }

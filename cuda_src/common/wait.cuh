@@ -177,7 +177,7 @@ __device__ inline void put_and_wait(const Params& p, int rank, u64 to, u64 from,
     }
     __syncwarp();
   } else if constexpr (kHasScaleOut) {
-    const u64 base = p.peers[p.rank];
+    const u64 base = network_base(p);
     nvshmem_put_and_wait(at<void>(base, to), at<void>(base, from), num_bytes, at<u64>(base, flag), value, p.pes[rank]);
   }
 }

@@ -83,7 +83,7 @@ struct Rows {
       rank = expert >= 0 && !call.excluded[expert / kNumLocalExperts] ? expert / kNumLocalExperts : -1;
       key = rank >= 0 ? lane : -1;
     }
-    if constexpr (kHasRelay) mine = inbox_base(p, rank);
+    if constexpr (kHasScaleOut) mine = inbox_base(p, rank);
     int position = 0, from = 0;
     for (int k = 0; k < kNumTopk; ++k) {
       const int other = __shfl_sync(~0u, key, k);

@@ -40,10 +40,6 @@ class Purposes:
         if self.current:
             self._launches.append((epoch, first, last, self.current))
 
-    def forget_launches(self) -> None:
-        """Forget all launches: their epochs begin again."""
-        self._launches.clear()
-
     def of_launch(self, epoch: str, number: int) -> str:
         """Return the purpose of the call that has made a launch. Empty: none."""
         return next((text for name, first, last, text in self._launches if name == epoch and first <= number <= last), "")

@@ -55,7 +55,7 @@ class HeapMemory:
     """
 
     consensus: Consensus | None = None
-    is_local = is_virtual = True
+    is_local = True
     way = ""
     """The way in which the ranks passed the memory, of `_env.MEMORY_WAYS`."""
 
@@ -78,7 +78,7 @@ class HeapMemory:
             self.free()
             raise
         address_of = dict(zip(here, self._addresses, strict=True))
-        self.ptr = address_of[comm.Get_rank()]
+        self.ptr = self.network_base = address_of[comm.Get_rank()]
         self.peers: Sequence[int] = [address_of.get(peer, 0) for peer in range(comm.Get_size())]
         self.network_ids: Sequence[int] = range(comm.Get_size())
 
@@ -149,8 +149,13 @@ class HeapMemory:
         self._mappings.push(shared.imported)
         self._range.push(shared.own)
         self._addresses = shared.memories
-        self.is_local = self.is_virtual = False
+        self.is_local = False
         self.consensus = Consensus(group)
+
+    @property
+    def heap(self) -> HeapMemory | None:
+        """This memory, unless the driver chose its addresses."""
+        return self if self.is_local else None
 
     @property
     def can_grow(self) -> bool:
@@ -249,11 +254,7 @@ class HeapMemory:
         self._mappings.close()
 
     def sleep(self) -> None:
-        """Unmap the memory of all ranks. The addresses stay. No work of the GPU may use them until `wake`.
-
-        Raise EPUnavailableError on every rank if the addresses cannot stay.
-        """
-        self._check_virtual()
+        """Unmap the memory of all ranks. The addresses stay. No work of the GPU may use them until `wake`."""
         self._unmap_all()
 
     def wake(self, comm: Communicator, timeout_s: float) -> None:
@@ -263,20 +264,12 @@ class HeapMemory:
             for offset, size in self._segments.items():
                 self._map_segment(offset, size, timeout_s, comm.heard or _nothing_heard)
 
-        self._check_virtual()
         try:
             self._attach(comm, timeout_s)
             agreed(comm, map_segments)
         except BaseException:
             self._unmap_all()
             raise
-
-    def _check_virtual(self) -> None:
-        if not self.is_virtual:
-            raise EPUnavailableError(
-                "the ranks of this Buffer share memory by way=ipc (cudaIpc), whose addresses cannot be kept; expected virtual memory. Give "
-                "the ranks of a host a common network namespace, or a folder for sockets with DEEPEP_RT_SOCKET_DIR."
-            )
 
     def all_free(self, is_ok: bool, timeout_s: float) -> bool:
         """Return whether this rank may free its region: `is_ok`, because it does so alone, except with the way "ipc"."""

@@ -220,7 +220,8 @@ class NvshmemMemory:
         EPTimeoutError: if a rank of the runtime does not come.
     """
 
-    is_local = is_virtual = False
+    is_local = False
+    heap = None
     way = "nvshmem"
 
     def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
@@ -234,6 +235,7 @@ class NvshmemMemory:
         self.ptr = nvshmem.malloc(num_bytes)
         if not all(comm.allgather(bool(self.ptr))):
             raise EPOutOfMemoryError(f"NVSHMEM could not allocate {num_bytes / 1e9:.2f} GB on every rank. See Buffer.size_hint.")
+        self.network_base = self.ptr
         pes = comm.allgather(self._runtime.my_pe)
         self.peers = [self.ptr if pe == self._runtime.my_pe else nvshmem.ptr(self.ptr, pe) for pe in pes]
         self.network_ids: Sequence[int] = pes

@@ -28,18 +28,16 @@ _warned: set[str] = set()
 def allocator_of(config: Config, setting: str) -> SymmetricAllocator:
     """Return what provides the symmetric memory of a Buffer. `setting` is `_env.symmetric_memory()`.
 
-    A network of NVSHMEM needs all of it in NVSHMEM's memory. Between nodes of one rank, no rank addresses memory of another one.
+    What crosses a network of NVSHMEM has to be in NVSHMEM's memory.
     """
-    if config.has_network and not config.has_relay:
-        return nvshmem
     with_nvshmem: SymmetricAllocator = RelayAllocator(config.node_size) if config.has_relay else nvshmem
-    if setting == "nvshmem" or (config.has_relay and config.node_size == 1):
+    if setting == "nvshmem":
         return with_nvshmem
-    if setting == "auto":
-        return AutoAllocator(with_nvshmem)
-    from . import heap  # it needs sockets, whose module takes milliseconds to load
+    from . import heap, networked_heap  # they need sockets, whose module takes milliseconds to load
 
-    return heap
+    with_heap: SymmetricAllocator = networked_heap if config.has_network and not config.has_relay else heap
+    name = "the driver of each GPU" if config.has_relay and config.node_size == 1 else "NVSHMEM"
+    return AutoAllocator(with_heap, with_nvshmem, name) if setting == "auto" else with_heap
 
 
 def describe_ways(ways: Iterable[str]) -> str:
@@ -51,19 +49,23 @@ class AutoAllocator:
     """Allocate virtual memory of CUDA, or else of NVSHMEM; see `transport.SymmetricAllocator`. The first allocation decides for all ranks.
 
     Args:
-        fallback: Provides memory of NVSHMEM. It is neither loaded nor started before the virtual memory has failed.
+        first: Provides virtual memory.
+        fallback: Provides other memory, mostly of NVSHMEM. It is neither loaded nor started before `first` has failed.
+        name: What `fallback` is, for messages.
     """
 
-    def __init__(self, fallback: SymmetricAllocator) -> None:
-        self._fallback = fallback
+    def __init__(self, first: SymmetricAllocator, fallback: SymmetricAllocator, name: str = "NVSHMEM") -> None:
+        self._first, self._fallback, self._name = first, fallback, name
         self._chosen: SymmetricAllocator | None = None
         self._ranks_per_gpu: Sequence[int] = (1,)
 
     def check_available(self) -> None:
-        """Raise nothing: `allocate` tries what works, on all ranks together."""
+        """Raise EPUnavailableError if this process lacks what `first` needs. `allocate` tries the rest, on all ranks together."""
+        self._first.check_available()
 
     def check_sharing(self, ranks_per_gpu: Sequence[int]) -> None:
-        """Keep the numbers for NVSHMEM. Any number of ranks may share a GPU with virtual memory."""
+        """Raise EPConfigError if so many ranks cannot share a GPU. Keep the numbers for NVSHMEM."""
+        self._first.check_sharing(ranks_per_gpu)
         self._ranks_per_gpu = ranks_per_gpu
 
     def is_shared(self, comm: Communicator) -> bool:
@@ -80,19 +82,43 @@ class AutoAllocator:
         """
         if self._chosen is not None:
             return self._chosen.allocate(comm, request)
-        memory, no_heap = _try_heap(comm, request)
+        memory, no_heap = self._try_first(comm, request)
         if memory is not None:
-            from . import heap
-
-            self._chosen = heap
+            self._chosen = self._first
             return memory
         self._fall_back(comm, no_heap)
         try:
             memory = self._fallback.allocate(comm, request)
         except EPUnavailableError as error:
-            raise EPUnavailableError(f"{str(error).rstrip('.')}. NVSHMEM was to provide the memory, because {no_heap}") from error
+            raise EPUnavailableError(
+                f"{str(error).rstrip('.')}. {self._name} was to provide the memory, because {no_heap}"
+            ) from error
         self._chosen = self._fallback
         return memory
+
+    def _try_first(self, comm: Communicator, request: MemoryRequest) -> tuple[SymmetricMemory | None, str]:
+        """Allocate virtual memory on all ranks, or return why that does not work. Collective. A host may fail alone."""
+        memory: SymmetricMemory | None = None
+        failure: EPError | None = None
+        try:
+            memory = self._first.allocate(comm, request)
+        except (EPUnavailableError, EPOutOfMemoryError) as error:
+            failure = error
+        try:
+            told = comm.allgather(None if failure is None else (isinstance(failure, EPOutOfMemoryError), str(failure)))
+        except BaseException:
+            if memory is not None:
+                memory.free()
+            raise
+        failed = sorted(filter(None, told), key=lambda found: not found[0])  # NVSHMEM would find no more memory
+        if not failed:
+            return memory, ""
+        if memory is not None and memory.all_free(True, request.timeout_s):
+            memory.free()
+        is_memory, text = failed[0]
+        if is_memory:
+            raise EPOutOfMemoryError(text) from failure
+        return None, text
 
     def _fall_back(self, comm: Communicator, no_heap: str) -> None:
         """Check on all ranks that NVSHMEM can provide the memory. Collective."""
@@ -101,41 +127,12 @@ class AutoAllocator:
         )
         if no_nvshmem:
             raise EPUnavailableError(
-                f"neither CUDA's virtual memory nor NVSHMEM can provide symmetric memory; expected one of them. Virtual memory: "
-                f"{no_heap.rstrip('.')}. NVSHMEM: {no_nvshmem}"
+                f"neither CUDA's virtual memory nor {self._name} can provide symmetric memory; expected one of them. Virtual memory: "
+                f"{no_heap.rstrip('.')}. {self._name}: {no_nvshmem}"
             )
         if comm.Get_rank() == 0 and no_heap not in _warned:
             _warned.add(no_heap)
-            _log.warning("NVSHMEM provides symmetric memory, and not CUDA's virtual memory, because %s", no_heap)
-
-
-def _try_heap(comm: Communicator, request: MemoryRequest) -> tuple[SymmetricMemory | None, str]:
-    """Allocate virtual memory on all ranks, or return why that does not work. Collective. A host may fail alone."""
-    from . import heap
-
-    if problem := _first_problem(comm, heap.check_available):
-        return None, problem
-    memory: SymmetricMemory | None = None
-    failure: EPError | None = None
-    try:
-        memory = heap.allocate(comm, request)
-    except (EPUnavailableError, EPOutOfMemoryError) as error:
-        failure = error
-    try:
-        told = comm.allgather(None if failure is None else (isinstance(failure, EPOutOfMemoryError), str(failure)))
-    except BaseException:
-        if memory is not None:
-            memory.free()
-        raise
-    failed = sorted(filter(None, told), key=lambda found: not found[0])  # NVSHMEM would find no more memory
-    if not failed:
-        return memory, ""
-    if memory is not None and memory.all_free(True, request.timeout_s):
-        memory.free()
-    is_memory, text = failed[0]
-    if is_memory:
-        raise EPOutOfMemoryError(text) from failure
-    return None, text
+            _log.warning("%s provides symmetric memory, and not CUDA's virtual memory, because %s", self._name, no_heap)
 
 
 def _first_problem(comm: Communicator, *checks: Callable[[], None]) -> str:

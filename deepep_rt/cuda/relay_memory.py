@@ -60,14 +60,14 @@ class DriverMemory:
     """Memory of the driver that no other rank addresses; see `transport.SymmetricMemory`."""
 
     consensus: Consensus | None = None
-    is_local, is_virtual = True, False
+    is_local, heap = True, None
     way = "driver"
 
     def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
         from . import driver  # programs on the host backend may lack CUDA's bindings
 
         self._free = driver.free
-        self.ptr = driver.allocate(request.num_bytes)
+        self.ptr = self.network_base = driver.allocate(request.num_bytes)
         self.peers: Sequence[int] = [self.ptr if peer == comm.Get_rank() else 0 for peer in range(comm.Get_size())]
         self.network_ids: Sequence[int] = range(comm.Get_size())
 
@@ -99,7 +99,7 @@ def _numbered(ranks: Sequence[int], error: EPError) -> str:
 class HostMemory:
     """NVSHMEM's memory over the ranks of this host; see `transport.SymmetricMemory`. Ranks of other hosts have the address 0."""
 
-    is_local = is_virtual = False
+    is_local, heap = False, None
     way = "nvshmem"
 
     def __init__(self, comm: Communicator, request: MemoryRequest) -> None:
@@ -112,7 +112,8 @@ class HostMemory:
             group.abandon()
             raise
         group.Free()
-        self.ptr, self.consensus = self._memory.ptr, self._memory.consensus
+        self.ptr = self.network_base = self._memory.ptr
+        self.consensus = self._memory.consensus
         address_of = dict(zip(here, self._memory.peers, strict=True))
         self.peers: Sequence[int] = [address_of.get(peer, 0) for peer in range(comm.Get_size())]
         self.network_ids: Sequence[int] = range(comm.Get_size())  # the relay sends to ranks

@@ -7,7 +7,7 @@ CUDA backend needs of a library that provides such memory. `nvshmem`, `heap` and
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ from .. import _env
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus
 from ..comm.timed_collectives import host_identity
-from ..errors import EPUnavailableError
+from ..errors import EPPeerError, EPUnavailableError
 from ..network import Choice, NetworkOptions
 from .nics import list_nics, nvshmem_objection
 
@@ -104,12 +104,39 @@ class MemoryRequest:
         timeout_s: The limit for ranks outside of the Buffer that have to allocate too.
         ranks_per_node: Consecutive ranks that must reach each other directly; default: all ranks of the Buffer.
         network: Options for the network, for the first Buffer of a process.
+        near_bytes: The first part of the region, which ranks of a node address; default: all of it.
+        network_start: The offset from which on a network carries the region; None: nowhere. Both parts have some bytes in common.
     """
 
     num_bytes: int
     timeout_s: float
     ranks_per_node: int | None = None
     network: NetworkOptions | None = None
+    near_bytes: int | None = None
+    network_start: int | None = None
+
+
+class VirtualMemory(Protocol):
+    """The part of a region that can sleep, wake, grow and shrink at its addresses; see `heap.HeapMemory`."""
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether it can grow."""
+
+    def grow(self, num_bytes: int, timeout_s: float, heard: Callable[[], EPPeerError | None]) -> tuple[int, int]:
+        """Add memory of this rank behind it. Return its offset in the region, and its bytes."""
+
+    def shrink(self, offset: int, timeout_s: float) -> None:
+        """Give such memory up."""
+
+    def sleep(self) -> None:
+        """Give up the memory of all ranks."""
+
+    def wake(self, comm: Communicator, timeout_s: float) -> None:
+        """Take fresh memory at the same addresses. Collective."""
+
+    def free(self) -> None:
+        """Free it for good, without the other ranks. A second call does nothing."""
 
 
 class SymmetricMemory(Protocol):
@@ -132,8 +159,12 @@ class SymmetricMemory(Protocol):
         """Whether a rank may free its region while other ranks still use theirs, and write to this one."""
 
     @property
-    def is_virtual(self) -> bool:
-        """Whether the region can sleep, wake, grow and shrink at its addresses: it is `heap.HeapMemory`."""
+    def heap(self) -> VirtualMemory | None:
+        """The part of the region that can sleep, wake, grow and shrink at its addresses; None if there is none."""
+
+    @property
+    def network_base(self) -> int:
+        """Address of offset 0 of the region, for offsets from `MemoryRequest.network_start` on."""
 
     @property
     def way(self) -> str:

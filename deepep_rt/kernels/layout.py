@@ -53,8 +53,13 @@ class Layout:
 
     @property
     def network_start(self) -> int:
-        """The offset in symmetric memory from which on a relay mirrors it in pinned host memory."""
+        """The offset in symmetric memory from which on a network carries it. A relay mirrors this part in pinned host memory."""
         return self.symmetric.offsets["low_latency"]
+
+    @property
+    def near_bytes(self) -> int:
+        """Bytes of the first part of symmetric memory, which ranks of a node address."""
+        return self.symmetric.offsets.get("network", self.symmetric.num_bytes)
 
     @cached_property
     def control(self) -> Map:

@@ -109,7 +109,7 @@ class Session:
     def sleep(self, kept: str) -> bool:
         """Let the Buffer sleep and wake. `kept` says what becomes of kept results. Return whether its memory can sleep."""
         description = self.buffer.describe()
-        can_sleep = description.backend == "host" or ("virtual memory" in description.provider and description.transport != "mpi")
+        can_sleep = description.backend == "host" or "virtual memory" in description.provider
         self.activity = "sleep and wake"
         if kept == "lose":
             self.check_kept()

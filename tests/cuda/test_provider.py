@@ -15,9 +15,9 @@ from launch import environment, python_on, run_command
 from paths import PROGRAMS
 from without import without
 
-from deepep_rt import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.config import Config
-from deepep_rt.cuda import heap, nvshmem, provider
+from deepep_rt.cuda import heap, networked_heap, nvshmem, provider
 from deepep_rt.cuda.provider import AutoAllocator, allocator_of, describe_ways
 from deepep_rt.cuda.relay_memory import RelayAllocator
 from deepep_rt.cuda.transport import MemoryRequest
@@ -36,15 +36,26 @@ def _config(node_size: int = 4, transport: str = "nvshmem") -> Config:
 
 
 def test_a_setting_holds_for_the_memory_of_a_host() -> None:
-    """NVSHMEM's network needs NVSHMEM's memory, and nodes of one rank that of the driver."""
-    for setting in ("nvshmem", "heap", "auto"):
-        assert allocator_of(_config(2), setting) is nvshmem
-        assert isinstance(allocator_of(_config(1, "mpi"), setting), RelayAllocator)
-    for config in (_config(), _config(2, "mpi")):
-        assert allocator_of(config, "heap") is heap
-        assert isinstance(allocator_of(config, "auto"), AutoAllocator)
-    assert allocator_of(_config(), "nvshmem") is nvshmem
-    assert isinstance(allocator_of(_config(2, "mpi"), "nvshmem"), RelayAllocator)
+    """NVSHMEM's network needs a part that is NVSHMEM's."""
+    for config, first, last in (
+        (_config(), heap, nvshmem),
+        (_config(2), networked_heap, nvshmem),
+        (_config(2, "mpi"), heap, RelayAllocator),
+        (_config(1, "mpi"), heap, RelayAllocator),
+    ):
+        assert allocator_of(config, "heap") is first
+        auto: Any = allocator_of(config, "auto")
+        assert auto._first is first
+        for found in (auto._fallback, allocator_of(config, "nvshmem")):
+            assert found is last or isinstance(found, RelayAllocator)
+
+
+def test_what_a_network_lacks_is_said_at_once(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where NVSHMEM is the network, no other memory can replace it."""
+    _fail(monkeypatch, "check_available", EPUnavailableError("NVSHMEM is not installed"), networked_heap)
+    for setting in ("auto", "heap"):
+        with pytest.raises(EPUnavailableError, match=r"^NVSHMEM is not installed"):
+            allocator_of(_config(2), setting).check_available()
 
 
 @pytest.fixture
@@ -68,7 +79,7 @@ def _fail(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, module: 
 
 def test_virtual_memory_comes_first(tried: list[str]) -> None:
     """NVSHMEM is not even looked for, and may start with any number of ranks on a GPU."""
-    allocator = AutoAllocator(nvshmem)
+    allocator = AutoAllocator(heap, nvshmem)
     allocator.check_available()
     allocator.check_sharing([1, 2])
     assert allocator.allocate(FakeRanks(), REQUEST) is MEMORY
@@ -77,15 +88,14 @@ def test_virtual_memory_comes_first(tried: list[str]) -> None:
     assert not allocator.is_shared(FakeRanks())
 
 
-@pytest.mark.parametrize("where", ["check_available", "allocate"])
 def test_nvshmem_comes_where_virtual_memory_fails(
-    tried: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+    tried: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rank 0 logs the reason once. A second allocation of the Buffer tries nothing again."""
-    _fail(monkeypatch, where, EPUnavailableError("sockets: EPERM."))
+    _fail(monkeypatch, "allocate", EPUnavailableError("sockets: EPERM."))
     with caplog.at_level(logging.WARNING, "deepep_rt"):
         for rank in (1, 0, 0):
-            allocator = AutoAllocator(nvshmem)
+            allocator = AutoAllocator(heap, nvshmem)
             allocator.allocate(FakeRanks(rank=rank), REQUEST)
     (record,) = caplog.records
     assert "NVSHMEM provides symmetric memory, and not CUDA's virtual memory, because" in record.getMessage()
@@ -104,7 +114,7 @@ def test_a_rank_on_which_it_works_takes_nvshmem_too(tried: list[str], monkeypatc
         lambda comm, request: _memory(freed),
     )
     ranks = FakeRanks(gather=lambda mine: [None, None, (False, "sockets: EPERM."), None] if mine is None else [mine] * 4)
-    assert AutoAllocator(nvshmem).allocate(ranks, REQUEST) is MEMORY
+    assert AutoAllocator(heap, nvshmem).allocate(ranks, REQUEST) is MEMORY
     assert (freed, tried) == ([1], ["NVSHMEM is loaded", "nvshmem"])
 
 
@@ -118,7 +128,7 @@ def test_too_little_memory_is_no_reason_for_nvshmem(tried: list[str], monkeypatc
     )
     told = [None, (False, "sockets: EPERM."), (True, "a GPU has no 8 GB"), None]
     with pytest.raises(EPOutOfMemoryError, match="a GPU has no 8 GB"):
-        AutoAllocator(nvshmem).allocate(FakeRanks(gather=lambda mine: told if mine is None else [mine] * 4), REQUEST)
+        AutoAllocator(heap, nvshmem).allocate(FakeRanks(gather=lambda mine: told if mine is None else [mine] * 4), REQUEST)
     assert (freed, tried) == ([1], [])
 
 
@@ -136,14 +146,14 @@ def test_nothing_stays_where_a_rank_is_silent(tried: list[str], monkeypatch: pyt
         return [mine] * 4
 
     with pytest.raises(EPTimeoutError, match="rank 1 is silent"):
-        AutoAllocator(nvshmem).allocate(FakeRanks(gather=gather), REQUEST)
+        AutoAllocator(heap, nvshmem).allocate(FakeRanks(gather=gather), REQUEST)
     assert freed == [1]
 
 
 @pytest.mark.parametrize("what", ["missing", "sharing", "start"])
 def test_without_any_memory_the_error_has_both_reasons(tried: list[str], monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     _fail(monkeypatch, "allocate", EPUnavailableError("sockets: EPERM."))
-    allocator = AutoAllocator(nvshmem)
+    allocator = AutoAllocator(heap, nvshmem)
     if what == "sharing":
         monkeypatch.setattr(nvshmem, "_runtime", None)
         allocator.check_sharing([1, 2])
@@ -156,15 +166,12 @@ def test_without_any_memory_the_error_has_both_reasons(tried: list[str], monkeyp
         expected = r"neither CUDA's virtual memory nor NVSHMEM .*EPERM. NVSHMEM: rank 0: NVSHMEM is not installed"
     with pytest.raises(EPUnavailableError, match=expected):
         allocator.allocate(FakeRanks(), REQUEST)
-    _fail(monkeypatch, "check_available", EPConfigError("x"))
-    with pytest.raises(EPUnavailableError, match="because rank 0: x" if what == "start" else "Virtual memory: rank 0: x"):
-        allocator.allocate(FakeRanks(), REQUEST)
 
 
 def test_ranks_outside_of_the_buffer(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the choice, NVSHMEM may still have to allocate with them."""
     monkeypatch.setattr(nvshmem, "_runtime", SimpleNamespace(num_pes=8))
-    allocator = AutoAllocator(nvshmem)
+    allocator = AutoAllocator(heap, nvshmem)
     assert allocator.is_shared(FakeRanks())
     allocator.allocate(FakeRanks(), REQUEST)
     assert not allocator.is_shared(FakeRanks())

@@ -11,12 +11,12 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import cpu, make, poison, routing, rows, same, tokens  # noqa: E402
+from gpu_buffers import captured, cpu, make, poison, routing, rows, same, tokens  # noqa: E402
 from gpu_low_latency import same_sent  # noqa: E402
 from gpu_throughput import check_graph, check_known_routing_and_fixed_size, check_rounds, round_trip, same_dispatch  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, NetworkOptions  # noqa: E402
+from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError, NetworkOptions  # noqa: E402
 
 NUM_SMS = min(16, 128 // MPI.COMM_WORLD.Get_size())  # the blocks of all ranks run at once on one GPU
 
@@ -156,6 +156,32 @@ def test_ranks_that_differ(comm, settings):
             dispatch_to_the_end(gpu, x, idx, mine, num_worst_tokens=400)
         comm.Barrier()
         round_trip(comm, gpu, host, 2, 40, 8)
+
+
+def test_sleep(comm, settings):
+    """Virtual memory sleeps, and the network's stays. Handles, graphs and calls of both modes give the same bits after it."""
+    node = settings["ranks_per_node"]
+    sizes = dict(hidden=512, num_max_tokens_per_rank=64, low_latency=True)
+    with make(comm, **sizes, **settings) as gpu, make(comm, "host", **sizes, ranks_per_node=node) as host:
+        if not gpu.describe().grows:
+            with pytest.raises(EPUnavailableError, match="cannot sleep"):
+                gpu.sleep()
+            return
+        x, idx, weights = tokens(comm, gpu, 5, 40)
+        sent = gpu.dispatch(x, idx, weights)
+        want = sent.recv_x.clone()
+        graph, replayed = captured(
+            comm, lambda: gpu.dispatch(x, idx, weights, num_worst_tokens=64 * comm.Get_size()).recv_x, warm_up=True
+        )
+        for cycle in range(5):
+            gpu.sleep()
+            gpu.wake()
+            graph.replay()
+            same(gpu.dispatch(x, handle=sent.handle).recv_x, want)
+            same(replayed[: len(want)], want)
+            round_trip(comm, gpu, host, 10 + cycle, 40, 8)
+            quick = [one.low_latency_dispatch(*args, use_fp8=False) for one, args in ((gpu, (x, idx)), (host, cpu(x, idx)))]
+            same_sent(*quick)
 
 
 def uneven(comm, gpu, num_tokens):

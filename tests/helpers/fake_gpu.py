@@ -272,10 +272,10 @@ def _allocator_of(fake: FakeGpu, config: Config) -> Any:
 class FixedMemory:
     """Symmetric memory of four ranks at addresses that never change. Nothing is allocated."""
 
-    ptr, network_ids = BASE, range(4)
+    ptr, network_base, network_ids = BASE, BASE, range(4)
     peers = tuple(BASE + (rank << 36) for rank in range(4))
     consensus, way = None, "nvshmem"
-    is_local = is_virtual = False
+    is_local, heap = False, None
 
     def __init__(self, *_: object) -> None: ...
 

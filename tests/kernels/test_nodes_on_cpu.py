@@ -21,6 +21,7 @@ from tests.kernels_on_cpu.rounds import (
     broken,
     compressed_rounds,
     expert_rounds,
+    low_latency_rounds,
     run_rounds,
     seeds,
     throughput_rounds,
@@ -306,10 +307,11 @@ def test_more_rows_than_a_rank_has_memory_for():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("transport", ["mpi", "nvshmem"])
 @pytest.mark.parametrize(("path", "layout"), [("hierarchical", "token"), ("direct", "expert")])
-def test_memory_grows_for_more_rows(layout, path):
+def test_memory_grows_for_more_rows(layout, path, transport):
     """On the ranks that need it: calls, handles and combines give the same bits as with room from the start."""
-    with Machine(4, 1, weak_memory=True, transport="mpi", can_sleep=True) as machine:
+    with Machine(4, 1, weak_memory=True, transport=transport, can_sleep=True) as machine:
         buffers = machine.buffers(**TWO_BY_TWO, num_max_recv_tokens=20, path=path)
         fixed = dict(worst=None, tokens=lambda rank: 40 if rank else 12)
         rounds = [ThroughputRound(machine, buffers, i, layout, **fixed) for i in range(5)]
@@ -328,6 +330,24 @@ def test_memory_grows_for_more_rows(layout, path):
             sums = [result for result in results if result.shape == (40, 64)]
             assert all((result == (2 if layout == "expert" else 1)).all() for result in sums)
             assert sums
+
+
+@pytest.mark.parametrize("transport", ["mpi", "nvshmem"])
+def test_sleep(transport):
+    """Memory of a node loses its contents, and that of the network stays. Handles and calls go on, of both modes."""
+    with Machine(4, 1, weak_memory=True, transport=transport, can_sleep=True) as machine:
+        buffers = machine.buffers(**{**TWO_BY_TWO, "hidden": 256}, low_latency=True, low_latency_sms=2)
+        x, idx = np.ones((40, 256), ml_dtypes.bfloat16), np.tile(np.array([[2, 7]], np.int32), (40, 1))
+        handles = machine.each_rank(lambda rank: buffers[rank].dispatch(machine.put(rank, x), machine.put(rank, idx)).handle)
+        for cycle in range(2):
+            throughput_rounds(machine, buffers, cycle, 1)
+            low_latency_rounds(machine, buffers, cycle, 3)
+            for step in ("sleep", "wake"):
+                for buffer in buffers:
+                    getattr(buffer, step)()
+            again = machine.each_rank(lambda rank: buffers[rank].dispatch(machine.put(rank, x), handle=handles[rank]).recv_x)
+            assert [len(rows) for rows in again] == [0, 160, 0, 160]
+            assert all((rows == 1).all() for rows in again)
 
 
 @pytest.mark.full

@@ -61,6 +61,7 @@ class FakeDriver:
         self.gpus, self.num_ranks, self.pause = gpus, len(archs), pause
         self.current_rank = 0  # the rank whose Buffer is made or called
         self.symmetric: list[int] = []  # addresses of the symmetric memory of the Buffers that are being made
+        self.network: list[int] = []  # and of offset 0 of their network memory
         self.transport = "nvshmem"  # between nodes
         self.can_sleep = False  # the memory of the Buffers that are being made
         self.numbers = itertools.count(1000)  # of streams and events
@@ -244,6 +245,15 @@ class _LocalHeap:
     def wake(self) -> None: ...
 
 
+def _allocate(fake: FakeDriver, num_bytes: int) -> list[int]:
+    """Allocate memory of one size on all ranks, which a network connects."""
+    found = [fake.gpus.allocate(num_bytes) for _ in range(fake.num_ranks)]
+    allocation = next(fake.numbers)
+    for rank, ptr in enumerate(found):
+        fake.gpus.share(allocation, rank, ptr, num_bytes)
+    return found
+
+
 class _SymmetricMemory:
     """Symmetric memory of the Buffers of all ranks, which the first rank allocates."""
 
@@ -251,21 +261,24 @@ class _SymmetricMemory:
     way = "nvshmem"
 
     def __init__(self, fake: FakeDriver, comm: Any, request: MemoryRequest) -> None:
-        num_bytes, node_size = request.num_bytes, request.ranks_per_node or fake.num_ranks
-        self.is_local = self.is_virtual = fake.can_sleep
-        self._num_bytes, room = num_bytes, _ROOM if fake.can_sleep else 0
+        self.is_local, self.heap = fake.can_sleep, self if fake.can_sleep else None
         self.segments: dict[int, int] = {}
         self.can_grow = fake.can_sleep
+        is_apart = fake.can_sleep and request.network_start is not None  # network memory, which does not sleep
+        self._num_bytes = (request.near_bytes or request.num_bytes) if is_apart else request.num_bytes
         if not fake.symmetric:
-            fake.symmetric = [fake.gpus.allocate(num_bytes + room) for _ in range(fake.num_ranks)]
-            allocation = next(fake.numbers)
-            for rank, ptr in enumerate(fake.symmetric):
-                fake.gpus.share(allocation, rank, ptr, num_bytes + room)
-        rank = comm.Get_rank()
+            fake.symmetric = _allocate(fake, self._num_bytes + (_ROOM if fake.can_sleep else 0))
+            fake.network = fake.symmetric
+            if is_apart:
+                assert request.network_start is not None
+                far = _allocate(fake, request.num_bytes - request.network_start)
+                fake.network = [ptr - request.network_start for ptr in far]
+        rank, node_size = comm.Get_rank(), request.ranks_per_node or fake.num_ranks
         # No kernel can address memory of another node.
         self.peers = tuple(ptr if peer // node_size == rank // node_size else 0 for peer, ptr in enumerate(fake.symmetric))
         self.addresses = self.peers
-        self.ptr, self.network_ids = fake.symmetric[rank], [fake.gpus.network_id(peer) for peer in range(fake.num_ranks)]
+        self.ptr, self.network_base = fake.symmetric[rank], fake.network[rank]
+        self.network_ids = [fake.gpus.network_id(peer) for peer in range(fake.num_ranks)]
 
     def all_free(self, sound: bool, timeout_s: float | None) -> bool:
         return sound

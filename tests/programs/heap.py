@@ -185,7 +185,7 @@ def check_a_failure_of_one_rank_is_that_of_all(comm: MPI.Intracomm) -> None:
 def check_nvshmem_comes_where_one_rank_cannot_share(comm: MPI.Intracomm) -> None:
     """All ranks take it together. Nothing of the attempt stays, and without NVSHMEM all ranks have both reasons."""
     last = comm.Get_rank() == comm.Get_size() - 1
-    allocator = provider.AutoAllocator(nvshmem)
+    allocator = provider.AutoAllocator(heap, nvshmem)
     memory = allocator.allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
     assert isinstance(memory, heap.HeapMemory)
     _use(comm, memory, 64)
@@ -194,12 +194,12 @@ def check_nvshmem_comes_where_one_rank_cannot_share(comm: MPI.Intracomm) -> None
     try:
         nvshmem.allocate, nvshmem.check_available = (lambda comm, request: "NVSHMEM's"), lambda: None  # type: ignore[assignment,misc,return-value]
         GPU.fail = {"granularity", "export", "ipc"} if last else set()
-        found: Any = provider.AutoAllocator(nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
+        found: Any = provider.AutoAllocator(heap, nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
         assert found == "NVSHMEM's"
         if last:
             nvshmem.check_available = _is_missing
         with raises(EPUnavailableError, "CUDA_ERROR_NOT_SUPPORTED", f"NVSHMEM: rank {comm.Get_size() - 1}: it is not installed"):
-            provider.AutoAllocator(nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
+            provider.AutoAllocator(heap, nvshmem).allocate(_communicator(comm), MemoryRequest(64, LIMIT_S))
     finally:
         GPU.fail = set()
         nvshmem.allocate, nvshmem.check_available = usual  # type: ignore[misc]

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from ... import _env
 from ..._finalizers import may_call_cuda, run_waiting
@@ -21,7 +21,7 @@ from ...cuda.local_heap import LocalHeap, SavedMemory
 from ...cuda.nics import line_rate, list_nics
 from ...cuda.provider import allocator_of, describe_ways
 from ...cuda.topology import choose_device
-from ...cuda.transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
+from ...cuda.transport import MemoryRequest, SymmetricAllocator, SymmetricMemory, VirtualMemory
 from ...description import LinkRates
 from ...errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import compiler
@@ -47,9 +47,6 @@ from .result_memory import CallMemory
 from .runtime import CudaRuntime
 from .statistics import GpuStatistics
 from .throughput import NodesThroughput, Throughput, ThroughputCalls
-
-if TYPE_CHECKING:
-    from ...cuda.heap import HeapMemory
 
 _TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
 MEASURE: Callable[..., LinkRates] | None = measure_links
@@ -121,7 +118,7 @@ class CudaBackend:
         self.tables = CudaHandleTables(self.info, layout)
         self._describe_tuning(stored)
         _check_free_memory(layout, all_free_bytes)
-        self._memory = self._allocate(allocator, layout.symmetric.num_bytes, network)
+        self._memory = self._allocate(allocator, layout, network)
         self._frees_alone = self._memory.is_local and not config.has_relay  # the relay of a peer may still send here
         self._saved = SavedMemory(())  # what a sleep keeps
         self._resources = ExitStack()
@@ -151,7 +148,7 @@ class CudaBackend:
             if self.runtime.network is not None:
                 self.runtime.network.start_relay()
             kind = self._memory.way, self.throughput.results.grows
-            ways, grow = zip(*(comm.allgather(kind) if config.has_relay else [kind]), strict=True)  # each host has its own
+            ways, grow = zip(*(comm.allgather(kind) if config.has_network else [kind]), strict=True)  # each host has its own
             self.description = dataclasses.replace(self.description, provider=describe_ways(ways), grows=all(grow))
         except Exception:
             if self._frees_alone:
@@ -200,10 +197,15 @@ class CudaBackend:
         usual = usual_rates(config.transport, len(set(hosts)), line_rate(list_nics()))  # those of rank 0 count
         return agree_on_path(self.comm, config, topology, usual, measure)
 
-    def _allocate(self, allocator: SymmetricAllocator, num_bytes: int, network: NetworkOptions | None) -> SymmetricMemory:
+    def _allocate(self, allocator: SymmetricAllocator, layout: Layout, network: NetworkOptions | None) -> SymmetricMemory:
         """Allocate symmetric memory on all ranks, or on none."""
-        config, comm = self._config, self.comm
-        request = MemoryRequest(num_bytes, config.timeout_s, config.node_size, network)
+        config, comm, near_bytes = self._config, self.comm, layout.near_bytes
+        request = MemoryRequest(near_bytes, config.timeout_s, config.node_size, network)
+        if config.has_network and not config.has_relay:
+            start = layout.network_start
+            request = dataclasses.replace(
+                request, num_bytes=layout.symmetric.num_bytes, near_bytes=near_bytes, network_start=start
+            )
         if not config.has_relay:  # the ranks allocate together, so they fail together
             return allocator.allocate(comm, request)
         memory = None
@@ -289,6 +291,7 @@ class CudaBackend:
         with self.context:
             self._finish_calls("sleep()")
             met = begin_step(self.comm, self._monitor.failure_notice, self._config.timeout_s, "sleep")
+            agreed(met, self._end_work)  # of a rank that still sends to this one, too
             self._saved = agreed(met, functools.partial(self._save, keeps_results))
             met.release()
             memory.sleep()
@@ -296,11 +299,11 @@ class CudaBackend:
             self.runtime.stream_pool.trim()
 
     def _save(self, keeps_results: bool) -> SavedMemory:
-        """End the work of this GPU, give up free memory, and copy what has to stay to host memory."""
-        self._end_work()
-        results = self.throughput.results
+        """Give up free memory, and copy what has to stay to host memory."""
+        runtime, results = self.runtime, self.throughput.results
         results.shrink()
-        return SavedMemory(self.runtime.in_use(with_results=keeps_results) + (results.in_use() if keeps_results else []))
+        kept = runtime.in_use(with_results=keeps_results) + (results.in_use() if keeps_results else [])
+        return SavedMemory(runtime.flags + kept)
 
     @whole_call("kPhaseDispatchRows")
     def wake(self) -> None:
@@ -313,11 +316,10 @@ class CudaBackend:
             agreed(met, heap.wake)
             memory.wake(self.comm, self._config.timeout_s)
             undone.callback(memory.sleep)
-            self.runtime.clear_flags()
             if self._config.low_latency:
                 self.low_latency.clear_inboxes()
             self._saved.restore()
-            agreed(met, functools.partial(driver.synchronize, 0))  # peers write only after all ranks have cleared their flags
+            agreed(met, functools.partial(driver.synchronize, 0))  # peers write only after all ranks have their flags
             met.release()
             undone.pop_all()
         self._saved = SavedMemory(())
@@ -340,13 +342,14 @@ class CudaBackend:
             raise EPUnavailableError("the GPU does not end its work; expected that it ends. Wait for the program's own work.")
         driver.synchronize_all()
 
-    def _memory_that_sleeps(self) -> tuple[HeapMemory, LocalHeap]:
-        if self.runtime.local_heap is None or not self._frees_alone:
+    def _memory_that_sleeps(self) -> tuple[VirtualMemory, LocalHeap]:
+        memory, local = self._memory.heap, self.runtime.local_heap
+        if memory is None or local is None:
             raise EPUnavailableError(
-                f"this memory cannot sleep: {self.description.provider}{', with a relay' * self._config.has_relay}; expected virtual "
-                f"memory of CUDA. Set DEEPEP_RT_SYMMETRIC_MEMORY=heap on all ranks of one host, with a way other than ipc."
+                f"this memory cannot sleep: {self.description.provider}; expected virtual memory of CUDA. Set "
+                f"DEEPEP_RT_SYMMETRIC_MEMORY=heap on all ranks, which says why there is none."
             )
-        return cast("HeapMemory", self._memory), self.runtime.local_heap
+        return memory, local
 
     def destroy(self, in_touch: bool, error: BaseException | None) -> None:
         """Release everything, if all ranks can. `error` is the exception that ends the Buffer; the other ranks hear of it.
@@ -422,13 +425,15 @@ class CudaBackend:
             self._free_communicators()
 
     def _leave_together(self, is_sound: bool) -> None:
-        """Free the memory on all ranks or on none: a peer may still write to it, or may never come to free its own."""
+        """Free the memory on all ranks. If one may never come to free its own, free what no network writes to."""
         config = self._config
         limit_s = config.timeout_s if config.on_timeout == "mask" else max(config.timeout_s, _MIN_DESTROY_TIMEOUT_S)
         if self._all_ranks_free(is_sound, limit_s):
             self._free_memory()
             self._free_communicators()
             return
+        if self._memory.heap is not None and self._stops_in_time(False):
+            self._memory.heap.free()  # peers keep alive what they still write to
         for consensus in (self._consensus, self._memory.consensus):
             if consensus is not None and consensus.silent_ranks:
                 if config.on_timeout == "raise":

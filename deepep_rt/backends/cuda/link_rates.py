@@ -39,16 +39,16 @@ def measure_links(
     device: int,
     arch: str,
     context: driver.CurrentContext,
-    allocate: Callable[[int], SymmetricMemory],
+    allocate: Callable[[Layout], SymmetricMemory],
 ) -> LinkRates:
     """Measure the links while all ranks send at the same time; see `path_choice.Measure`.
 
     The ranks make memory and a relay for the measurement alone, because the form of a Buffer depends on its result. `allocate` returns
-    symmetric memory of a size on all ranks, or on none. Raise EPTimeoutError if a rank is silent.
+    symmetric memory for a layout on all ranks, or on none. Raise EPTimeoutError if a rank is silent.
     """
     config = config_of_measurement(config)
     layout, consensus = Layout(config), Consensus(comm)
-    memory = allocate(layout.symmetric.num_bytes)
+    memory = allocate(layout)
     resources, is_sound = ExitStack(), True
     resources.callback(memory.free)
     try:

@@ -20,15 +20,15 @@ from ...kernels.layout import Layout
 class NetworkMemory:
     """The network memory of one rank, and the relay that carries it. Collective.
 
-    With NVSHMEM it is the last part of symmetric memory. A relay works on pinned host memory, which mirrors this part at the same offsets.
+    Its offsets are those of the last part of symmetric memory. With NVSHMEM, symmetric memory has it. A relay works on pinned host memory.
 
-    The constructor writes the NetworkState in the local memory at `state`. `resources` releases what it acquires.
+    The constructor clears it, and writes the NetworkState in the local memory at `state`. `resources` releases what it acquires.
     """
 
     def __init__(self, comm: Communicator, layout: Layout, memory: SymmetricMemory, state: int, resources: ExitStack) -> None:
         self._first, self._size = layout.network_start, layout.network_bytes
         self._comm, self._layout, self._resources = comm, layout, resources
-        self.base, self.ring = memory.ptr, 0
+        self.base, self.ring = memory.network_base, 0
         """Address of offset 0 of symmetric memory, for offsets of network memory; and the address of the ring of descriptors, or 0."""
         self._relay: Any = None
         self.wake: Callable[[], None] = _do_nothing
@@ -37,6 +37,8 @@ class NetworkMemory:
         if layout.config.has_relay:
             self.base = self._pinned(self._size) - self._first
             self.ring = self._pinned(layout.ring_bytes)
+        else:
+            driver.fill(self.base + self._first, 0, self._size)
         values = np.zeros(1, structs.NetworkState.dtype({}))
         values["base"], values["ring"], values["ring_mask"] = self.base, self.ring, layout.num_ring_entries - 1
         driver.copy_async(state + layout.local.offsets["network"], values.ctypes.data, values.nbytes, 0)

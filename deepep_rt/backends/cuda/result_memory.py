@@ -25,7 +25,8 @@ from .runtime import CudaRuntime
 from .stream_order import CallOrder
 
 if TYPE_CHECKING:
-    from ...cuda.heap import HeapMemory, Heard
+    from ...cuda.heap import Heard
+    from ...cuda.transport import VirtualMemory
 
 _log = logging.getLogger("deepep_rt")
 
@@ -42,7 +43,7 @@ class Reservation:
 class Growing:
     """Memory that a rank adds to its region of symmetric memory."""
 
-    memory: HeapMemory
+    memory: VirtualMemory
     timeout_s: float
     heard: Heard  # of a peer that has left
 

@@ -110,7 +110,7 @@ class CudaRuntime:
         self._slots: list[tuple[Slots, bool]] = []  # whether they are tables
         self.local_heap: LocalHeap | None = None
         """The memory of slots, if the Buffer can sleep."""
-        if memory.is_virtual:
+        if memory.heap is not None:
             self.local_heap = LocalHeap()
             resources.callback(self.local_heap.free)
         self.purposes = Purposes()
@@ -120,7 +120,8 @@ class CudaRuntime:
         self.state = driver.allocate(layout.local.num_bytes)
         resources.callback(driver.free, self.state)
         driver.fill(self.state, 0, layout.local.num_bytes)
-        self.clear_flags()
+        for part in self.flags:
+            driver.fill(part[0], 0, part[1])
         self.network = NetworkMemory(comm, layout, memory, self.state, resources) if self.config.has_network else None
         of_wait = functools.partial(CudaRuntime._purpose_of_wait, weakref.proxy(self))  # no cycle: see _finalizers
         self.page = StatusPage(layout, self.rank, self.purposes, of_wait)
@@ -139,15 +140,13 @@ class CudaRuntime:
         """Address of a region of symmetric memory on this rank."""
         return self.memory.ptr + self.regions.offsets[name]
 
-    def clear_flags(self) -> None:
-        """Set the flags and epochs of the kernels to those of a new Buffer. Statistics stay."""
-        for region in ("control", "low_latency", "network"):
-            if self.regions.sizes.get(region):
-                driver.fill(self.address_of_region(region), 0, self.regions.sizes[region])
-        driver.fill(self.state, 0, self.layout.local.offsets["statistics"])
-        for launches in self._launches.values():
-            launches[0] = 0
-        self.purposes.forget_launches()
+    @property
+    def flags(self) -> list[tuple[int, int]]:
+        """The parts of symmetric memory that ranks of a node tell each other about calls in: the address and the bytes of each."""
+        parts = [(self.address_of_region("control"), self.regions.sizes["control"])]
+        if self.config.low_latency:
+            parts.append((self.address_of_region("low_latency"), self.layout.low_latency.offsets["staged_headers"]))
+        return parts
 
     def slots(self, num_bytes: int, count: int = 0, *, are_tables: bool = False) -> Slots:
         """Make Slots that live as long as the Buffer. `are_tables`: a handle needs their contents, also after a sleep."""

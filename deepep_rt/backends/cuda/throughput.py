@@ -9,7 +9,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
 from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import HOST, Framework, View
@@ -32,9 +32,6 @@ from .repeated_call import RepeatedCall, check_stream
 from .result_memory import Growing, OnLaunch, Reservation, ResultMemory, arriving_rows, combine_views, dispatch_views
 from .runtime import CudaRuntime, address_of
 
-if TYPE_CHECKING:
-    from ...cuda.heap import HeapMemory
-
 _ALL_CHOICES = {"choice": -1, "expert_offsets": 0, "expert_ends": 0}
 """The last Params of combine_nodes for rows that are sums over all choices."""
 _MAX_MEASURED_BYTES = 1 << 30
@@ -48,8 +45,8 @@ def _counts_in_capture() -> EPInputError:
 
 
 def _growing(runtime: CudaRuntime) -> Growing | None:
-    memory = cast("HeapMemory", runtime.memory)
-    if not (memory.is_virtual and memory.can_grow):
+    memory = runtime.memory.heap
+    if memory is None or not memory.can_grow:
         return None
     heard = functools.partial(runtime.monitor.failure_notice.heard, "more memory for results")
     return Growing(memory, runtime.config.timeout_s, heard)

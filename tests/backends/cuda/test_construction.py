@@ -83,9 +83,9 @@ def test_new_memory_that_is_not_zero(fake: FakeGpu, make: Any, monkeypatch: pyte
         fills = {at: (byte, num_bytes) for at, byte, num_bytes in fake.fills}
         backend, layout = buffer._backend, Layout(buffer.config)
         inboxes = layout.low_latency
-        for name in ("control", "low_latency"):
-            assert fills[region(buffer, name).start] == (0, len(region(buffer, name)))
         rows = inboxes.offsets["messages"]
+        assert fills[region(buffer, "control").start] == (0, len(region(buffer, "control")))
+        assert fills[region(buffer, "low_latency").start] == (0, rows)
         assert fills[region(buffer, "low_latency").start + rows] == (0xFF, inboxes.num_bytes - rows)
         assert fills[backend.runtime.state] == (0, layout.local.num_bytes)
 

@@ -39,7 +39,7 @@ def steps(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> list[str
     monkeypatch.setattr(runtime, "LocalHeap", LocalHeap)
     memory = fake.allocator.allocate
     monkeypatch.setattr(memory, "is_local", True)
-    monkeypatch.setattr(memory, "is_virtual", True)
+    monkeypatch.setattr(memory, "heap", property(lambda self: self))
     monkeypatch.setattr(memory, "can_grow", False, raising=False)
     monkeypatch.setattr(memory, "sleep", lambda self: fake.requests.append("memory sleeps"), raising=False)
     monkeypatch.setattr(memory, "wake", lambda self, comm, timeout_s: fake.requests.append("memory wakes"), raising=False)
