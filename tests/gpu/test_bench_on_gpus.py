@@ -130,7 +130,11 @@ def test_low_latency(comm):
 
 
 def test_steps_have_little_jitter(comm):
-    """p99 of a replayed step is within 10 % of p50, even if so many blocks wait for the same headers that they could delay them."""
+    """p99 of a replayed step is near p50, even if so many blocks wait for the same headers that they could delay them.
+
+    H100s differ: docs/performance.md has rows with p99 1.7 to 2.4 us above p50, also where a step takes 10 us. Too many blocks that wait
+    cost 4 us and more (bench/measured.md).
+    """
     if comm.size == 1 or os.environ.get("DEEPEP_RT_SHARE_GPUS"):
         return
     settings = bench_low_latency.Settings(
@@ -142,8 +146,8 @@ def test_steps_have_little_jitter(comm):
     if comm.rank:
         return
     for rows in zip(*(low_latency_rows(result) for result in tries), strict=True):
-        ratios = [row.step_p99_us / row.step_p50_us for row in rows]
-        assert min(ratios) <= 1.1, (rows[0].tokens, ratios)
+        above = [row.step_p99_us - max(1.1 * row.step_p50_us, row.step_p50_us + 2.5) for row in rows]
+        assert min(above) <= 0, (rows[0].tokens, [(row.step_p50_us, row.step_p99_us) for row in rows])
 
 
 def test_jitter(comm):
