@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ._checks import argument_error
 from .errors import EPConfigError
@@ -116,15 +117,33 @@ def statistics_folder() -> Path | None:
     return path if path.is_absolute() else None
 
 
-def timeout_s() -> float:
-    """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; 300 when unset."""
-    text = os.environ.get("DEEPEP_RT_TIMEOUT_S") or "300"
+def timeout_s(usual: float = 300.0) -> float:
+    """`DEEPEP_RT_TIMEOUT_S`: default of `Buffer(timeout_s=)`, in seconds; `usual` when unset."""
+    text = os.environ.get("DEEPEP_RT_TIMEOUT_S") or str(usual)
     with suppress(ValueError):
         if 0 < (found := float(text)) <= MAX_TIMEOUT_S:
             return found
     raise argument_error(
         text, "DEEPEP_RT_TIMEOUT_S", f"a number of seconds, {MAX_TIMEOUT_S:g} at most", "Set a number such as 300.", EPConfigError
     )
+
+
+_DEEPEP_VERSIONS = {"1": "1.2.1", "2": "2.1.0"}
+
+
+def deepep_version() -> str:
+    """`DEEPEP_RT_DEEPEP_VERSION`: the version of DeepEP that `deepep_rt.compat` says it is: 1.2.1, also when unset, or with 2, 2.1.0."""
+    text = os.environ.get("DEEPEP_RT_DEEPEP_VERSION") or "1"
+    if text not in _DEEPEP_VERSIONS:
+        raise argument_error(text, "DEEPEP_RT_DEEPEP_VERSION", "1 or 2", "Set one of them, or unset it.", EPConfigError)
+    return _DEEPEP_VERSIONS[text]
+
+
+def deepep_service_level(given: Any) -> Any:
+    """`EP_OVERRIDE_RDMA_SL` of DeepEP V2: the service level of InfiniBand, whatever the program has given."""
+    text = os.environ.get("EP_OVERRIDE_RDMA_SL") or None
+    number = _whole(text) if text is not None else None
+    return given if text is None else text if number is None else number
 
 
 def ranks_per_node() -> int | None:
@@ -197,6 +216,7 @@ _READERS = {
     "DEEPEP_RT_SHARE_GPUS": share_gpus,
     "DEEPEP_RT_SYMMETRIC_MEMORY": symmetric_memory,
     "DEEPEP_RT_SOCKET_DIR": socket_dir,
+    "DEEPEP_RT_DEEPEP_VERSION": deepep_version,
     "DEEPEP_RT_NVTX": nvtx,
     "DEEPEP_RT_STATISTICS": statistics,
     "DEEPEP_RT_TIMEOUT_S": timeout_s,

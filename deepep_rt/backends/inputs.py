@@ -15,6 +15,7 @@ from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import HOST, View
 from ..config import COMBINE_DTYPES, MAX_ALIGNMENT, ROW_ALIGNMENT, Config
 from ..errors import EPError, EPInputError
+from ..kernels.regions import align_up
 from ..results import DispatchHandle, LowLatencyHandle
 from .base import BufferInfo, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
 
@@ -199,11 +200,13 @@ def _check_layout(info: BufferInfo, layout: str | None, handle: DispatchHandle |
 
 
 def most_recv_rows(config: Config, layout: str, expert_alignment: int) -> int:
-    """Return the most rows that a dispatch can give a rank: a row for each token, or for each choice with padding."""
+    """Return the most rows that a dispatch can give a rank: a row for each token, or for each choice with padding, up to a multiple of
+    `expert_alignment`.
+    """
     if layout == "token":
         return config.num_max_recv_tokens
-    padding = config.num_local_experts * (expert_alignment - 1)
-    return min(config.num_max_recv_tokens * config.num_topk + padding, _MOST_ROWS)
+    rows = config.num_max_recv_tokens * config.num_topk + config.num_local_experts * (expert_alignment - 1)
+    return min(align_up(rows, expert_alignment), _MOST_ROWS)
 
 
 def check_worst(

@@ -1,7 +1,7 @@
-"""DeepEP V1's Python interface on top of `deepep_rt.Buffer`: `import deepep_rt.compat as deep_ep`.
+"""DeepEP's Python interface on top of `deepep_rt.Buffer`: `import deepep_rt.compat as deep_ep`.
 
-Names, arguments, defaults and results are those of DeepEP 1.2. docs/coming-from-deepep.md lists the differences. All tensors are PyTorch's.
-Calls with tensors on the CPU run on the host backend.
+Names, arguments, defaults and results of `Buffer` are those of DeepEP 1.2, and of `ElasticBuffer` those of DeepEP 2.1.
+docs/coming-from-deepep.md lists the differences. All tensors are PyTorch's. Calls with tensors on the CPU run on the host backend.
 """
 
 from __future__ import annotations
@@ -11,20 +11,34 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from .. import _env
 from .._shim import shim_path
 from ..errors import EPUnavailableError
 from .base import NoAttributeError
 from .buffer import Buffer
 from .config import Config
+from .elastic import ElasticBuffer
+from .elastic_handle import EPHandle
 from .events import EventHandle, EventOverlap
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "check_nvlink_connections", "install", "shim_path", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "check_nvlink_connections",
+    "install",
+    "shim_path",
+    "topk_idx_t",
+]
 
 topk_idx_t = torch.int64
 """The dtype of expert numbers in DeepEP. This library accepts int32 too."""
 
 
-__version__ = "1.2.1"  # of DeepEP, whose interface this is
+__version__ = _env.deepep_version()  # of DeepEP, whose interface this is
 
 
 def install() -> None:

@@ -12,7 +12,7 @@ from ..buffer import notice_of
 from ..comm.failure_notice import FailureNotice
 from ..errors import EPDestroyedError, EPInputError, EPUnavailableError
 from ..results import MAKE_ANOTHER, SharedByCopies
-from .buffer_cache import LowLatencyBuffers, NormalBuffers
+from .buffer_cache import ElasticBuffers, LowLatencyBuffers, NormalBuffers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,7 +25,8 @@ class NoAttributeError(EPUnavailableError, AttributeError):
 class BufferState:
     """The ranks and nodes, the memory and the communication stream of one Buffer.
 
-    `normal` and `low_latency` are None without that mode. `notice` tells the other ranks of refused calls also before there is a Buffer.
+    `normal` and `low_latency` are None without that mode, and `elastic` is None but for DeepEP V2's Buffer. `notice` tells the other ranks
+    of refused calls also before there is a Buffer.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class BufferState:
         low_latency: LowLatencyBuffers | None,
         enable_shrink: bool,
         notice: FailureNotice,
+        elastic: ElasticBuffers | None = None,
     ) -> None:
         self.rank, self.num_ranks, self.ranks_per_node = rank, num_ranks, ranks_per_node
-        self.normal, self.low_latency, self.enable_shrink = normal, low_latency, enable_shrink
+        self.normal, self.low_latency, self.elastic, self.enable_shrink = normal, low_latency, elastic, enable_shrink
         self.is_destroyed = False
         self.notice = notice
         self._comm_stream: Any = None
@@ -52,7 +54,7 @@ class BufferState:
     def refuse(self, call: str, error: EPInputError) -> None:
         """Tell the other ranks, which may wait in a call of any Buffer, that this rank has refused a call."""
         self.notice.refuse(error, call)
-        for buffers in (self.normal, self.low_latency):
+        for buffers in (self.normal, self.low_latency, self.elastic):
             for buffer in () if buffers is None else buffers.living:
                 if (notice := notice_of(buffer)) is not None:
                     notice.refuse(error, call)

@@ -1,4 +1,4 @@
-"""The `deepep_rt.Buffer`s that serve one Buffer of DeepEP V1. A call makes the Buffer that it needs.
+"""The `deepep_rt.Buffer`s that serve one Buffer of DeepEP. A call makes the Buffer that it needs.
 
 Hidden size, top-k and experts of a call are the same on all ranks. All ranks therefore see at the same call that they need a new Buffer.
 The number of tokens differs between ranks. A rank with more tokens than the Buffer takes makes a call with a new routing without tokens.
@@ -384,6 +384,70 @@ class LowLatencyBuffers:
         """Destroy all Buffers. Collective."""
         with ExitStack() as stack:
             for buffer in self._buffers.values():
+                stack.callback(buffer.destroy)
+
+
+class ElasticBuffers:
+    """The `deepep_rt.Buffer`s of one ElasticBuffer, one for each Shape. All ranks name the same sizes, so they make them together."""
+
+    def __init__(self, comm: Communicator, **settings: Any) -> None:
+        self._comm, self._settings = comm, settings
+        self._current: dict[Shape, Buffer] = {}
+        self._outgrown: list[Buffer] = []  # the program may still hold their handles and results
+        self._usual_sms: dict[Buffer, int] = {}
+
+    def buffer_for(self, shape: Shape, num_tokens: int, num_rows: int, num_sms: int) -> Buffer:
+        """Return the Buffer of a shape for so many tokens of a rank, and rows that it receives, or make one. It uses `num_sms`, or with 0
+        the SMs of a new Buffer.
+        """
+        buffer = self._current.get(shape)
+        if (
+            buffer is None
+            or num_tokens > (config := buffer.config).num_max_tokens_per_rank
+            or num_rows > config.num_max_recv_tokens
+        ):
+            buffer = self._make(shape, num_tokens, num_rows, buffer)
+        self.use_sms(buffer, num_sms)
+        return buffer
+
+    def use_sms(self, buffer: Buffer, num_sms: int) -> None:
+        """Set the SMs of the next call."""
+        if (num_sms := num_sms or self._usual_sms[buffer]) != buffer.num_sms:
+            buffer.num_sms = num_sms
+
+    def _make(self, shape: Shape, num_tokens: int, num_rows: int, old: Buffer | None) -> Buffer:
+        check_not_capturing(shape.backend)
+        settings: dict[str, Any] = self._settings
+        if old is not None:
+            num_tokens, num_rows = (
+                max(num_tokens, old.config.num_max_tokens_per_rank),
+                max(num_rows, old.config.num_max_recv_tokens),
+            )
+        if num_rows and "ranks_per_node" in settings:
+            settings = settings | {"num_max_recv_tokens": min(num_rows, num_tokens * self._comm.Get_size())}
+        given = ", ".join(f"{name}={value}" for name, value in asdict(shape).items())
+        text = f"it makes a Buffer for {num_tokens} tokens of a rank with {given}"
+        with making_instead(self._comm, [(buffer, text) for buffer in self.living]):
+            made = Buffer(self._comm, num_max_tokens_per_rank=num_tokens, **settings, **asdict(shape))
+        if old is not None:
+            self._outgrown.append(old)
+        self._current[shape], self._usual_sms[made] = made, made.num_sms
+        return made
+
+    @property
+    def living(self) -> list[Buffer]:
+        """All Buffers."""
+        return [*self._outgrown, *self._current.values()]
+
+    def check(self) -> None:
+        """Raise the error that the next call would raise."""
+        for buffer in self.living:
+            buffer.check()
+
+    def destroy(self) -> None:
+        """Destroy all Buffers. Collective."""
+        with ExitStack() as stack:
+            for buffer in self.living:
                 stack.callback(buffer.destroy)
 
 

@@ -67,6 +67,15 @@ class EventOverlap:
             self.event.current_stream_wait()
 
 
+def _event_of(given: EventHandle | EventOverlap | None, name: str) -> Any:
+    """Return PyTorch's event, or None. Raise EPInputError unless `given` is an event of this module, or None."""
+    if isinstance(given, EventOverlap):
+        given = given.event
+    if given is None:
+        return None
+    return instance(given, name, EventHandle, "Pass the result of capture() or of an earlier call, or None.").event
+
+
 class CallStream:
     """The stream of one call: the caller's current stream or, with `async_finish`, the communication stream.
 
@@ -74,23 +83,27 @@ class CallStream:
     """
 
     def __init__(
-        self, like: torch.Tensor, comm_stream: Callable[[], Any], previous: EventOverlap | None = None, async_finish: bool = False
+        self,
+        like: torch.Tensor,
+        comm_stream: Callable[[], Any],
+        previous: EventHandle | EventOverlap | None = None,
+        async_finish: bool = False,
+        before_epilogue: EventHandle | EventOverlap | None = None,
     ) -> None:
         self._async, self._stream = flag(async_finish, "async_finish"), None
         self.previous_event: Any = None
         """The `previous_event` for the call of `deepep_rt.Buffer`. It is None if the call runs on the caller's stream."""
-        if previous is not None:
-            instance(previous, "previous_event", EventOverlap, "Pass the result of capture() or of an earlier call, or None.")
+        event, other = _event_of(previous, "previous_event"), _event_of(before_epilogue, "previous_event_before_epilogue")
         if not like.is_cuda:
             return
         self._caller = torch.cuda.current_stream()
         self._stream = self._caller
-        event = getattr(getattr(previous, "event", None), "event", None)
         if self._async:
             self._stream = comm_stream()
             self.previous_event = event = event or self._caller.record_event()
-        if event is not None:
-            self._stream.wait_event(event)
+        for earlier in (event, other):
+            if earlier is not None:
+                self._stream.wait_event(earlier)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -296,8 +296,8 @@ class NormalCalls(Calls):
         topk = (sent.recv_topk_idx, sent.recv_topk_weights) if has_topk else (None, None)
         if self._state.num_nodes > 1:
             between_nodes = InternodeHandle(made.buffer, sent.handle, is_token_in_rank, sent.num_recv_tokens, self._state.rank)
-            return *_copied(stream, *topk), between_nodes
-        experts, weights, source_tokens = _copied(stream, *topk, sent.recv_src_idx[:, 1])
+            return *copied(stream, *topk), between_nodes
+        experts, weights, source_tokens = copied(stream, *topk, sent.recv_src_idx[:, 1])
         return experts, weights, NormalHandle(made.buffer, sent.handle, is_token_in_rank, source_tokens)
 
     def _received(self, stream: CallStream, sent: DispatchResult) -> Tensors:
@@ -306,7 +306,7 @@ class NormalCalls(Calls):
 
     def _results(self, stream: CallStream, *results: torch.Tensor | None) -> tuple[Any, ...]:
         """Return results as they are, in the library's memory, or (`copies_results`) copies in PyTorch's memory."""
-        return _copied(stream, *results) if self.copies_results else results
+        return copied(stream, *results) if self.copies_results else results
 
     def _num_sms_of(self, config: Config | None) -> int:
         if config is None:
@@ -314,7 +314,7 @@ class NormalCalls(Calls):
         return instance(config, "config", Config, "Make one, or leave it out.").num_sms
 
 
-def _copied(stream: CallStream, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+def copied(stream: CallStream, *tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Copy tensors to PyTorch's memory, on the stream of the call."""
     with stream.current():
         copies = tuple(None if tensor is None else tensor.clone() for tensor in tensors)
@@ -372,7 +372,7 @@ def _shape_and_topk_idx(
     rows: Rows, routing: Routing, normal: NormalBuffers, num_ranks: int
 ) -> tuple[Shape, torch.Tensor, list[int]]:
     """Return the shape of a call, its expert numbers, and the counts of experts that other ranks have to know."""
-    hidden, dtype, backend = rows.x.shape[1], _widest_dtype(rows.x), backend_for(rows.x)
+    hidden, dtype, backend = rows.x.shape[1], widest_dtype(rows.x), backend_for(rows.x)
     topk_idx, num_experts = routing.topk_idx, routing.num_tokens_per_expert.shape[0]
     if topk_idx is not None:
         check_choices(topk_idx)
@@ -399,7 +399,7 @@ def check_number_of_ranks(routing: Routing, most: int, num_ranks: int) -> None:
         )
 
 
-def _widest_dtype(x: torch.Tensor) -> str:
+def widest_dtype(x: torch.Tensor) -> str:
     """Return the dtype of a Buffer that takes such rows. FP8 rows come back as bfloat16."""
     return "bfloat16" if x.element_size() <= DTYPES["bfloat16"].itemsize else "float32"
 

@@ -33,7 +33,9 @@ assert deep_ep.Buffer is Buffer is Same is Legacy is compat.Buffer and deep_ep_c
 assert is_sm90_compiled() == Buffer.is_sm90_compiled() and get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 0
 assert utils.check_nvlink_connections is check_nvlink_connections and check_nvlink_connections(None) is None
 assert importlib.util.find_spec("deep_ep").origin == deep_ep.__file__
-for module, name in ((deep_ep, "ElasticBuffer"), (deep_ep_cpp, "HybridEPBuffer"), (utils, "init_dist"), (buffer, "FuseMode")):
+from deep_ep.buffers.elastic import ElasticBuffer, EPHandle
+assert deep_ep.ElasticBuffer is ElasticBuffer is compat.ElasticBuffer and deep_ep.EPHandle is EPHandle is compat.EPHandle
+for module, name in ((deep_ep, "get_physical_domain_size"), (deep_ep_cpp, "HybridEPBuffer"), (utils, "init_dist"), (buffer, "FuseMode")):
     try:
         getattr(module, name)
     except EPUnavailableError as error:
@@ -101,7 +103,7 @@ def test_an_installed_deepep_keeps_working(tmp_path: Path) -> None:
         assert _python(code.format(call), str(tmp_path)) == version
 
 
-@pytest.mark.parametrize("name", ["ElasticBuffer", "HybridEPBuffer", "utils"])
+@pytest.mark.parametrize("name", ["get_logical_domain_size", "HybridEPBuffer", "utils"])
 def test_missing_names_raise_an_error_with_the_name(name: str) -> None:
     from deepep_rt import EPUnavailableError, compat
 

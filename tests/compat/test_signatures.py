@@ -1,4 +1,4 @@
-"""Compare the signatures of deepep_rt.compat with those of DeepEP V1, and with the page for its users."""
+"""Compare the signatures of deepep_rt.compat with those of DeepEP V1 and V2, and with the page for their users."""
 
 from __future__ import annotations
 
@@ -137,6 +137,84 @@ SIGNATURES = {
     },
     "Config.get_nvl_buffer_size_hint": {"hidden_bytes": EMPTY, "num_ranks": EMPTY},
     "Config.get_rdma_buffer_size_hint": {"hidden_bytes": EMPTY, "num_ranks": EMPTY},
+    # DeepEP 2.1.0
+    "ElasticBuffer.__init__": {
+        "group": EMPTY,
+        "num_bytes": None,
+        "num_cpu_bytes": 0,
+        "num_max_tokens_per_rank": 0,
+        "hidden": 0,
+        "num_topk": 0,
+        "use_fp8_dispatch": False,
+        "deterministic": False,
+        "allow_hybrid_mode": True,
+        "allow_multiple_reduction": True,
+        "prefer_overlap_with_compute": True,
+        "sl_idx": 3,
+        "num_allocated_qps": 0,
+        "num_cpu_timeout_secs": 300,
+        "num_gpu_timeout_secs": 100,
+        "explicitly_destroy": False,
+        "comm": None,
+    },
+    "ElasticBuffer.destroy": {},
+    "ElasticBuffer.get_buffer_size_hint": {
+        "group": EMPTY,
+        "num_max_tokens_per_rank": EMPTY,
+        "hidden": EMPTY,
+        "num_topk": 0,
+        "use_fp8_dispatch": False,
+        "allow_hybrid_mode": True,
+        "allow_multiple_reduction": True,
+    },
+    "ElasticBuffer.barrier": {"use_comm_stream": True, "with_cpu_sync": False, "sequential": True},
+    "ElasticBuffer.capture": {},
+    "ElasticBuffer.get_comm_stream": {},
+    "ElasticBuffer.get_physical_domain_size": {},
+    "ElasticBuffer.get_logical_domain_size": {},
+    "ElasticBuffer.get_theoretical_num_sms": {
+        "num_experts": EMPTY,
+        "num_topk": EMPTY,
+        "num_scaleout_topk": 0,
+        "rdma_gbs": 0,
+        "nvlink_gbs": 0,
+        "sm_read_gbs": 200,
+        "sm_write_gbs": 50,
+    },
+    "ElasticBuffer.get_theoretical_num_qps": {"num_sms": EMPTY},
+    "ElasticBuffer.dispatch": {
+        "x": EMPTY,
+        "topk_idx": None,
+        "topk_weights": None,
+        "cumulative_local_expert_recv_stats": None,
+        "num_experts": None,
+        "num_max_tokens_per_rank": None,
+        "expert_alignment": None,
+        "num_sms": 0,
+        "num_qps": 0,
+        "previous_event": None,
+        "previous_event_before_epilogue": None,
+        "async_with_compute_stream": False,
+        "allocate_on_comm_stream": False,
+        "handle": None,
+        "do_handle_copy": True,
+        "do_cpu_sync": None,
+        "do_expand": False,
+        "do_zero_padding": False,
+        "use_tma_aligned_col_major_sf": False,
+    },
+    "ElasticBuffer.combine": {
+        "x": EMPTY,
+        "handle": EMPTY,
+        "topk_weights": None,
+        "bias": None,
+        "num_sms": 0,
+        "num_qps": 0,
+        "previous_event": None,
+        "previous_event_before_epilogue": None,
+        "async_with_compute_stream": False,
+        "allocate_on_comm_stream": False,
+    },
     "EventHandle.__init__": {},
     "EventHandle.current_stream_wait": {},
     "EventOverlap.__init__": {"event": None, "extra_tensors": None},
@@ -149,6 +227,7 @@ STATIC = {
     "get_low_latency_rdma_size_hint",
     "get_dispatch_config",
     "get_combine_config",
+    "get_buffer_size_hint",
 }
 
 
@@ -167,20 +246,22 @@ def test_signature(name: str) -> None:
 def test_every_public_name_is_in_the_table() -> None:
     from deepep_rt import compat
 
-    names = {"Buffer", "Config", "EventHandle", "EventOverlap", "check_nvlink_connections", "install", "shim_path", "topk_idx_t"}
-    assert set(compat.__all__) == names
-    public = {
-        name
-        for name in dir(compat.Buffer)
-        if not name.startswith("_") and name not in ("num_sms", "num_slots", "copies_results", "network")
-    }
-    assert public - {"check", "runtime"} == {
-        name.split(".")[1] for name in SIGNATURES if name.startswith("Buffer.") and "__" not in name
-    }
+    names = {"Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap"}
+    assert set(compat.__all__) == names | {"check_nvlink_connections", "install", "shim_path", "topk_idx_t"}
+    for kind in ("Buffer", "ElasticBuffer"):
+        public = {
+            name
+            for name in dir(getattr(compat, kind))
+            if not name.startswith("_") and name not in ("num_sms", "num_slots", "copies_results", "network")
+        }
+        assert public - {"check", "runtime"} == {
+            name.split(".")[1] for name in SIGNATURES if name.startswith(f"{kind}.") and "__" not in name
+        }
 
 
 def test_every_name_is_in_the_page_for_users_of_deepep() -> None:
     page = (ROOT / "docs/coming-from-deepep.md").read_text()
     names = {name.split(".")[1] for name in SIGNATURES if "__" not in name and "current_stream_wait" not in name}
-    names |= set(SIGNATURES["Buffer.__init__"]) | {"runtime", "EventOverlap", "EventHandle"}
+    names |= set(SIGNATURES["Buffer.__init__"]) | set(SIGNATURES["ElasticBuffer.__init__"])
+    names |= set(SIGNATURES["ElasticBuffer.dispatch"]) | {"runtime", "EventOverlap", "EventHandle", "EPHandle"}
     assert [name for name in sorted(names) if name not in page] == []

@@ -3,6 +3,8 @@
 from deepep_rt.compat import (
     Buffer,
     Config,
+    ElasticBuffer,
+    EPHandle,
     EventHandle,
     EventOverlap,
     __getattr__,
@@ -10,4 +12,14 @@ from deepep_rt.compat import (
     topk_idx_t,
 )
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "__getattr__", "__version__", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "__getattr__",
+    "__version__",
+    "topk_idx_t",
+]
