@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from .._checks import argument_error
 from ..buffer import notice_of
 from ..comm.failure_notice import FailureNotice
 from ..errors import EPDestroyedError, EPInputError, EPUnavailableError
@@ -96,6 +97,39 @@ class BufferState:
         if not self.enable_shrink:
             raise EPInputError(f"enable_shrink=False; {method} expects True. Make the Buffer with enable_shrink=True.")
         return buffers
+
+
+_QUANTISED = "Quantise what arrives, or pass use_fp8=True"
+_NO_OVERLAP = "Call it after the product of the experts; return_recv_hook overlaps the way back with other work"
+_OF_OTHERS: dict[str, dict[str, str]] = {
+    "__init__": {"is_intranode": ""},
+    "low_latency_dispatch": {"use_nvfp4": _QUANTISED, "x_global_scale": _QUANTISED},
+    "low_latency_combine": {
+        "overlap": _NO_OVERLAP,
+        **dict.fromkeys(("packed_recv_count", "comp_signal", "block_m", "threshold", "num_sms"), ""),
+        "src_signals": _NO_OVERLAP,
+        "src_signal_expect_value": "",
+    },
+}
+"""Arguments that other versions of DeepEP have, by call, with what to do instead. Empty: the argument has no effect here."""
+
+
+def knows_other_versions(call: Callable[P, R]) -> Callable[P, R]:
+    """Let a call take arguments of other versions of DeepEP: those without effect, and others if they ask for nothing.
+
+    It raises EPInputError for another value. An argument that no version has stays Python's TypeError.
+    """
+    known = _OF_OTHERS[call.__name__]
+
+    @functools.wraps(call)
+    def made(*arguments: P.args, **options: P.kwargs) -> R:
+        for name in known.keys() & options.keys():
+            value = options.pop(name)
+            if known[name] and value is not None and value is not False:
+                raise argument_error(value, name, "none, because this library has no such feature", f"{known[name]}.")
+        return call(*arguments, **options)
+
+    return made
 
 
 def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:

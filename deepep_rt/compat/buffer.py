@@ -20,7 +20,7 @@ from ..cuda.topology import ranks_per_host
 from ..errors import EPConfigError, EPUnavailableError
 from ..network import NetworkOptions
 from ..torch.process_group import communicator
-from .base import BufferState
+from .base import BufferState, knows_other_versions
 from .buffer_cache import LowLatencyBuffers, NormalBuffers
 from .config import MOST_BYTES, Config, expected_ranks_per_node
 from .events import EventHandle, EventOverlap
@@ -71,6 +71,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
     host has a NIC that NVSHMEM can use, and otherwise over MPI."""
     _hinted: tuple[int, tuple[int, int, int, int]] = 0, (0, 0, 0, 0)  # ranks; tokens, hidden, top-k and experts
 
+    @knows_other_versions
     def __init__(
         self,
         group: Any,

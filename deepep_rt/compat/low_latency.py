@@ -10,7 +10,7 @@ from .._checks import flag, whole_number
 from ..buffer import Buffer
 from ..errors import EPInputError, EPUnavailableError
 from ..results import LowLatencyDispatchResult
-from .base import Calls, tells_refusals
+from .base import Calls, knows_other_versions, tells_refusals
 from .checks import Tensors, backend_for, check_choices, check_handle, check_rows, check_tensor, without_gradient
 from .config import MOST_BYTES
 from .events import CallStream, EventOverlap
@@ -34,6 +34,7 @@ class LowLatencyCalls(Calls):
             buffers.find_silent_ranks(tokens, hidden, num_experts)
 
     @tells_refusals
+    @knows_other_versions
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -109,6 +110,7 @@ class LowLatencyCalls(Calls):
         return recv_x, sent.num_recv_tokens_per_expert, handle, event, hook
 
     @tells_refusals
+    @knows_other_versions
     def low_latency_combine(
         self,
         x: torch.Tensor,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from launch import run_checks
@@ -379,3 +381,33 @@ def test_counts_and_rows_that_no_buffer_sends() -> None:
             dispatch(wrong, in_rank, per_expert, idx)
     dispatch(x, in_rank, per_expert)
     buffer.destroy()
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "refused"),
+    [
+        ("low_latency_dispatch", dict(use_nvfp4=True), "use_nvfp4=True.*use_fp8=True"),
+        ("low_latency_dispatch", dict(x_global_scale=1.0), "x_global_scale=1.0"),
+        ("low_latency_dispatch", dict(use_nvfp4=False, x_global_scale=None), ""),
+        ("low_latency_combine", dict(overlap=True, comp_signal=3), "overlap=True.*return_recv_hook"),
+        ("low_latency_combine", dict(overlap=False, block_m=64, threshold=0, num_sms=3, packed_recv_count=None), ""),
+    ],
+)
+def test_arguments_of_other_versions(call: str, options: dict[str, Any], refused: str) -> None:
+    """What they ask for is refused by name, and a neutral value has no effect. Other arguments stay Python's error."""
+    from mpi4py import MPI
+
+    from deepep_rt import EPError, EPInputError, compat
+
+    buffer = compat.Buffer(None, low_latency_mode=True, comm=MPI.COMM_SELF, is_intranode=True)
+    missing = [None] * (2 if call.endswith("dispatch") else 4)
+    sizes = [8, 8] if call.endswith("dispatch") else []
+    try:
+        with pytest.raises(EPInputError, match=refused or "None") as caught:
+            getattr(buffer, call)(*missing, *sizes, **options)
+        assert bool(refused) == any(name in str(caught.value) for name in options)
+        with pytest.raises(TypeError, match="no_such_argument"):
+            getattr(buffer, call)(*missing, *sizes, no_such_argument=1)
+    finally:
+        with contextlib.suppress(EPError):
+            buffer.destroy()
