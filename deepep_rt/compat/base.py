@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .._checks import argument_error
-from ..buffer import notice_of
+from .._checks import argument_error, flag
+from ..buffer import Buffer, notice_of
 from ..comm.failure_notice import FailureNotice
-from ..errors import EPDestroyedError, EPInputError, EPUnavailableError
+from ..errors import EPAsleepError, EPDestroyedError, EPInputError, EPUnavailableError
 from ..results import MAKE_ANOTHER, SharedByCopies
 from .buffer_cache import ElasticBuffers, LowLatencyBuffers, NormalBuffers
 
@@ -43,7 +44,7 @@ class BufferState:
     ) -> None:
         self.rank, self.num_ranks, self.ranks_per_node = rank, num_ranks, ranks_per_node
         self.normal, self.low_latency, self.elastic, self.enable_shrink = normal, low_latency, elastic, enable_shrink
-        self.is_destroyed = False
+        self.is_destroyed = self.is_asleep = False
         self.notice = notice
         self._comm_stream: Any = None
 
@@ -55,10 +56,9 @@ class BufferState:
     def refuse(self, call: str, error: EPInputError) -> None:
         """Tell the other ranks, which may wait in a call of any Buffer, that this rank has refused a call."""
         self.notice.refuse(error, call)
-        for buffers in (self.normal, self.low_latency, self.elastic):
-            for buffer in () if buffers is None else buffers.living:
-                if (notice := notice_of(buffer)) is not None:
-                    notice.refuse(error, call)
+        for buffer in self._living():
+            if (notice := notice_of(buffer)) is not None:
+                notice.refuse(error, call)
 
     def comm_stream(self) -> Any:
         """Return the communication stream. The first call makes it."""
@@ -69,9 +69,38 @@ class BufferState:
         return self._comm_stream
 
     def check_live(self) -> None:
-        """Raise EPDestroyedError after `destroy`."""
+        """Raise EPDestroyedError after `destroy`, and EPAsleepError during a sleep."""
+        self._check_exists()
+        if self.is_asleep:
+            raise EPAsleepError("this Buffer sleeps; expected a Buffer that is awake. Call wake() on all ranks first.")
+
+    def _check_exists(self) -> None:
         if self.is_destroyed:
             raise EPDestroyedError("this Buffer was destroyed. Make a new one.")
+
+    def _living(self) -> list[Buffer]:
+        every = (self.normal, self.low_latency, self.elastic)
+        return [buffer for buffers in every if buffers is not None for buffer in buffers.living]
+
+    def sleep(self, keep_results: bool) -> None:
+        """Let all Buffers sleep, or none; see `Buffer.sleep`."""
+        self.check_live()
+        with ExitStack() as undone:
+            for buffer in self._living():
+                buffer.sleep(keep_results=keep_results)
+                undone.callback(buffer.wake)
+            undone.pop_all()
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        """Wake all Buffers. After an error, a later call wakes the rest."""
+        self._check_exists()
+        if not self.is_asleep:
+            raise EPInputError("wake() of a Buffer that is awake; expected a Buffer that sleeps. Call sleep() before.")
+        for buffer in self._living():
+            if buffer.is_asleep:
+                buffer.wake()
+        self.is_asleep = False
 
     def normal_buffers(self) -> NormalBuffers:
         """Return the Buffers of the normal mode; raise if there are none."""
@@ -156,6 +185,36 @@ class Calls(SharedByCopies):
 
     _instead = MAKE_ANOTHER
     _state: BufferState
+
+    def sleep(self, *, keep_results: bool = False) -> None:
+        """Give memory back to the GPU until `wake`, between calls. Collective. DeepEP has no such call; see `deepep_rt.Buffer.sleep`.
+
+        Args:
+            keep_results: Copy the results that the program holds to host memory, and back in `wake`.
+
+        Raises:
+            EPUnavailableError: If the memory cannot sleep. The Buffer stays awake.
+            EPInputError: If a hook is open, a rank is masked, or a CUDA graph is being captured.
+            EPOutOfMemoryError: If the memory of one host does not suffice for what is kept.
+            EPTimeoutError: If a rank does not call it.
+            EPAsleepError: If the Buffer sleeps already.
+
+        Example:
+            >>> buffer.sleep()
+            >>> train_with_all_of_the_memory()
+            >>> buffer.wake()
+        """
+        self._state.sleep(flag(keep_results, "keep_results"))
+
+    def wake(self) -> None:
+        """Take memory again, at the same addresses, after `sleep`. Collective.
+
+        Raises:
+            EPOutOfMemoryError: If the GPU of one rank has too little memory. Free memory, and call this again on all ranks.
+            EPTimeoutError: If a rank does not call it.
+            EPInputError: If the Buffer is awake.
+        """
+        self._state.wake()
 
     def get_comm_stream(self) -> Any:
         """Return the `torch.cuda.Stream` on which calls with `async_finish` run.

@@ -21,7 +21,7 @@ from process_group import in_reverse
 from spmd import main
 
 import deepep_rt.compat as deep_ep
-from deepep_rt import EPConfigError, EPDestroyedError, EPInputError, EPUnavailableError
+from deepep_rt import EPAsleepError, EPConfigError, EPDestroyedError, EPInputError, EPUnavailableError
 
 device = "cpu"
 HIDDEN, TOPK, LOCAL_EXPERTS, MOST = 256, 4, 4, 24
@@ -297,6 +297,26 @@ def check_a_process_group(comm: MPI.Intracomm) -> None:
         expect_dispatched(got, buffer.rank_idx, everyone, False, 1)
         buffer.destroy()
         comm.Barrier()  # the first rank of the group holds its store
+
+
+def check_sleep(comm: MPI.Intracomm) -> None:
+    """Handles work after it. Calls meanwhile raise, also ones that would make another Buffer."""
+    with elastic(comm) as buffer:
+        run(comm, buffer, 1, False, True)
+        mine = tokens_of(comm.Get_rank(), comm.Get_size(), 4)
+        *_, handle, _ = buffer.dispatch(mine.x, mine.idx, num_experts=LOCAL_EXPERTS * comm.Get_size())
+        for _ in range(2):
+            buffer.sleep()
+            for call in (lambda: buffer.dispatch(mine.x, handle=handle), lambda: buffer.combine(mine.x, handle), buffer.sleep):
+                with raises(EPAsleepError, "wake()"):
+                    call()
+            buffer.wake()
+            with raises(EPInputError, "awake"):
+                buffer.wake()
+            assert len(buffer.dispatch(mine.x, handle=handle)[0]) == handle.num_recv_tokens
+            run(comm, buffer, 2, True, True)
+    with raises(EPDestroyedError, "destroyed"):
+        buffer.sleep()
 
 
 def check_sizes(comm: MPI.Intracomm) -> None:
