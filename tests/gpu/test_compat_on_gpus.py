@@ -1,4 +1,4 @@
-"""Test deepep_rt.compat on GPUs: the program for DeepEP V1, and streams, events and graphs."""
+"""Test deepep_rt.compat on GPUs: the programs for DeepEP V1 and V2, and streams, events and graphs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,54 @@ PROGRAMS = [
     "run_gradients",
     "run_errors",
 ]
+
+
+def _checks_of_v2():
+    try:
+        import deepep_v2
+    except ImportError:  # without MPI, pytest only collects these tests
+        return []
+    return [check for name, check in vars(deepep_v2).items() if name.startswith("check_")]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("check", _checks_of_v2())
+def test_program_for_v2(check, nodes, comm, monkeypatch):
+    import deepep_v2
+
+    if nodes == 2:
+        if comm.Get_size() % 2:
+            pytest.skip("two nodes of as many ranks need an even number of ranks")
+        monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", str(comm.Get_size() // 2))
+    monkeypatch.setattr(deepep_v2, "device", "cuda")
+    check(comm)
+
+
+def test_elastic_buffer_in_a_graph(comm):
+    """Without CPU sync, a graph captures a dispatch, the fields of its handle, and a combine. Each replay computes them anew."""
+    from deepep_rt import compat
+
+    size, tokens = comm.Get_size(), 24
+    buffer = compat.ElasticBuffer(None, num_max_tokens_per_rank=tokens, hidden=512, num_topk=4, comm=comm)
+    x = torch.zeros(tokens, 512, dtype=torch.bfloat16, device="cuda")
+    idx = torch.zeros(tokens, 4, dtype=torch.int64, device="cuda")
+
+    def step():
+        received, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=4 * size, do_cpu_sync=False)
+        return received, handle.psum_num_recv_tokens_per_scaleup_rank, buffer.combine(received, handle)[0]
+
+    graph, (_, psum, out) = captured(comm, step, warm_up=True)
+    generator = torch.Generator("cuda").manual_seed(comm.Get_rank())
+    for _ in range(5):
+        x.copy_(torch.randint(1, 9, x.shape, device="cuda", generator=generator))
+        idx.copy_(torch.rand(tokens, 4 * size, device="cuda", generator=generator).argsort(1)[:, :4])
+        graph.replay()
+        torch.cuda.synchronize()
+        ranks = torch.zeros(tokens, size, device="cuda").scatter_(1, idx // 4, 1.0)
+        assert torch.equal(out.float(), x.float() * ranks.sum(1, keepdim=True))
+        sent = comm.alltoall(ranks.sum(0).int().tolist())
+        assert psum.tolist() == torch.tensor(sent).cumsum(0).tolist()
+    buffer.destroy()
 
 
 @pytest.fixture
