@@ -235,10 +235,15 @@ class ElasticBuffer(Calls):
             raise EPInputError(
                 "do_zero_padding=True with do_expand=False; expected do_expand=True with it. Leave one of them out."
             )
+        keeps_copy, stats = flag(do_handle_copy, "do_handle_copy"), cumulative_local_expert_recv_stats
+        if num_experts is not None:
+            num_experts = whole_number(num_experts, "num_experts", 1, MAX_EXPERTS, multiple_of=self.num_ranks)
         if handle is not None:
-            check_handle(handle, EPHandle, "dispatch")
+            self._check_handle(handle)
             given = topk_idx, num_experts, num_max_tokens_per_rank, expert_alignment, do_cpu_sync, do_expand
             _check_repetition(handle, *given)
+        if stats is not None and (experts_of_all := num_experts if handle is None else handle.num_experts):
+            _check_stats(stats, experts_of_all // self.num_ranks)
         stream = CallStream(
             x,
             self.get_comm_stream,
@@ -265,14 +270,16 @@ class ElasticBuffer(Calls):
                 x, topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, expert_alignment, num_sms, do_cpu_sync, options
             )
             sent, made, topk_idx = *made_new, topk_idx
-            if flag(do_handle_copy, "do_handle_copy"):
+            if keeps_copy:
                 (made.topk_idx,) = copied(stream, made.topk_idx)
             self._keep_tables(sent, made, stream)
         experts, weights = copied(stream, None if do_expand else sent.recv_topk_idx, sent.recv_topk_weights)
         if not do_expand and handle is None:
             made._experts = experts
-        if cumulative_local_expert_recv_stats is not None:
-            self._add_counts(cumulative_local_expert_recv_stats, made, stream)
+        if stats is not None:
+            with stream.current():
+                stats += made.num_unaligned_recv_tokens_per_expert
+            stream.record_use(stats, made.num_unaligned_recv_tokens_per_expert)
         rows, received_scales = self._results(stream, sent.recv_x, _scales_of(sent, do_expand, by_column, stream))
         received = rows if scales is None else (rows, received_scales)
         return received, experts, weights, made, stream.finish(x, scales, topk_idx, topk_weights)
@@ -297,7 +304,6 @@ class ElasticBuffer(Calls):
         check_choices(topk_idx)
         if topk_weights is not None:
             check_tensor(topk_weights, "topk_weights")
-        num_experts = whole_number(num_experts, "num_experts", 1, MAX_EXPERTS, multiple_of=self.num_ranks)
         most = self.num_max_tokens_per_rank if num_max_tokens_per_rank is None else num_max_tokens_per_rank
         most = whole_number(most, "num_max_tokens_per_rank", 1, MOST_BYTES, remedy="Pass it here or to the constructor.")
         alignment = whole_number(1 if expert_alignment is None else expert_alignment, "expert_alignment", 1, MAX_ALIGNMENT)
@@ -367,7 +373,7 @@ class ElasticBuffer(Calls):
             >>> combined_x, _, _ = buffer.combine(y, handle)
         """
         self._state.check_live()
-        check_handle(handle, EPHandle, "dispatch")
+        self._check_handle(handle)
         check_tensor(x, "x")
         x, topk_weights = without_gradient(x), without_gradient(topk_weights)
         bias = tuple(map(without_gradient, bias)) if isinstance(bias, (tuple, list)) else without_gradient(bias)
@@ -402,16 +408,12 @@ class ElasticBuffer(Calls):
         """Let the handle keep copies: a program holds it from step to step, and one array keeps the memory of all results of the call."""
         handle._sources, handle._offsets = copied(stream, sent.recv_src_idx, sent.expert_offsets if handle.do_expand else None)
 
-    def _add_counts(self, stats: Any, handle: EPHandle, stream: CallStream) -> None:
-        name, num_experts = "cumulative_local_expert_recv_stats", handle.buffer.config.num_local_experts
-        check_tensor(stats, name)
-        if list(stats.shape) != [num_experts] or stats.dtype is not torch.int32:
+    def _check_handle(self, handle: Any) -> None:
+        check_handle(handle, EPHandle, "dispatch")
+        if handle.buffer not in self._buffers.living:
             raise EPInputError(
-                f"{name}.shape={list(stats.shape)}, dtype={stats.dtype}; expected [{num_experts}] int32. Make it with torch.zeros."
+                "handle is of another ElasticBuffer; expected one of this ElasticBuffer. Call the one that dispatched."
             )
-        with stream.current():
-            stream.record_use(stats)
-            stats += handle.num_unaligned_recv_tokens_per_expert
 
     def _results(self, stream: CallStream, *results: torch.Tensor | None) -> tuple[Any, ...]:
         return copied(stream, *results) if self.copies_results else results
@@ -539,6 +541,15 @@ def _check_repetition(
             raise argument_error(value, name, f"{getattr(handle, name)}, as in the handle", "Leave it out.")
     if do_expand != handle.do_expand:
         raise argument_error(do_expand, "do_expand", f"{handle.do_expand}, as in the handle", "Pass that.")
+
+
+def _check_stats(stats: Any, num_experts: int) -> None:
+    name = "cumulative_local_expert_recv_stats"
+    check_tensor(stats, name)
+    if list(stats.shape) != [num_experts] or stats.dtype is not torch.int32:
+        raise EPInputError(
+            f"{name}.shape={list(stats.shape)}, dtype={stats.dtype}; expected [{num_experts}] int32. Make it with torch.zeros."
+        )
 
 
 def _check_scales(scales: torch.Tensor, num_tokens: int) -> None:

@@ -356,7 +356,8 @@ def check_what_is_refused(comm: MPI.Intracomm) -> None:
     num_experts = LOCAL_EXPERTS * comm.Get_size()
     x, idx = torch.ones(2, HIDDEN, dtype=torch.bfloat16, device=device), torch.zeros(2, TOPK, dtype=torch.int64, device=device)
     idx += torch.arange(TOPK, device=device)
-    with elastic(comm) as buffer:
+    with elastic(comm) as buffer, elastic(comm) as other:
+        *_, foreign, _ = other.dispatch(x, idx, num_experts=num_experts)
         *_, plain, _ = buffer.dispatch(x, idx, num_experts=num_experts)
         *_, expanded, _ = buffer.dispatch(x, idx, num_experts=num_experts, do_expand=True)
         for words, call in (
@@ -375,6 +376,13 @@ def check_what_is_refused(comm: MPI.Intracomm) -> None:
             ("x[1].shape=[1, 2]", lambda: buffer.dispatch((x, torch.ones(1, 2, device=device)), idx, num_experts=num_experts)),
             ("previous_event=", lambda: buffer.dispatch(x, idx, num_experts=num_experts, previous_event=3)),
             ("handle=", lambda: buffer.combine(x, 3)),
+            ("handle is of another ElasticBuffer", lambda: buffer.combine(x, foreign)),
+            ("handle is of another ElasticBuffer", lambda: buffer.dispatch(x, handle=foreign)),
+            (
+                "cumulative_local_expert_recv_stats.shape=[3]",
+                lambda: buffer.dispatch(x, handle=plain, cumulative_local_expert_recv_stats=x[0, :3]),
+            ),
+            ("do_handle_copy='no'", lambda: buffer.dispatch(x, idx, num_experts=num_experts, do_handle_copy="no")),
             ("num_sms=", lambda: buffer.combine(x, plain, num_sms=-1)),
         ):
             with raises(EPInputError, words):
