@@ -113,7 +113,7 @@ class CudaBackend:
         self._archs, self._sms_are_set = archs, not config.leaves_sms
         self._config, layout = config, Layout(config)
         self.info = BufferInfo(serial, config, device)
-        self.description = describe(self.name, config, hosts, gpus, transport, path, _memory_of(layout))
+        self.description = describe(self.name, config, hosts, gpus, transport, path, _memory_of(layout, False))
         self.call_lock = CallLock(self.context)
         self.tables = CudaHandleTables(self.info, layout)
         self._describe_tuning(stored)
@@ -149,7 +149,10 @@ class CudaBackend:
                 self.runtime.network.start_relay()
             kind = self._memory.way, self.throughput.results.grows
             ways, grow = zip(*(comm.allgather(kind) if config.has_network else [kind]), strict=True)  # each host has its own
-            self.description = dataclasses.replace(self.description, provider=describe_ways(ways), grows=all(grow))
+            regions = _memory_of(layout, self._memory.heap is not None)
+            self.description = dataclasses.replace(
+                self.description, provider=describe_ways(ways), grows=all(grow), memory=regions
+            )
         except Exception:
             if self._frees_alone:
                 if self._stops_in_time(False):
@@ -467,9 +470,15 @@ class CudaBackend:
         self.comm.Free()
 
 
-def _memory_of(layout: Layout) -> dict[str, int]:
-    pinned = {"pinned on the host": layout.network_bytes + layout.ring_bytes} if layout.config.has_relay else {}
-    return layout.size_hint | pinned
+def _memory_of(layout: Layout, is_virtual: bool) -> dict[str, int]:
+    """Return the bytes of each region. Beside virtual memory, a network has inboxes of its own."""
+    hint, config = layout.size_hint, layout.config
+    if config.has_relay:
+        return hint | {"pinned on the host": layout.network_bytes + layout.ring_bytes}
+    if not (config.has_network and is_virtual):
+        return hint
+    inboxes = layout.symmetric.sizes["low_latency"]
+    return hint | {"low_latency of the network": inboxes, "total": hint["total"] + inboxes}
 
 
 def _check_free_memory(layout: Layout, free_bytes: Sequence[int]) -> None:

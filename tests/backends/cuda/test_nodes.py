@@ -14,7 +14,7 @@ from calls_on_fake_gpu import LowLatencyCalls, ThroughputCalls
 from fake_gpu import Array, FakeGpu, arguments, fake, like, make, routed
 
 from deepep_rt import EPOutOfMemoryError, EPTimeoutError, NetworkOptions
-from deepep_rt.backends.cuda import network_memory
+from deepep_rt.backends.cuda import network_memory, runtime
 from deepep_rt.cuda import driver
 
 __all__ = ["fake", "make"]
@@ -144,6 +144,20 @@ def test_an_interruption_between_counts_and_rows(fake: FakeGpu, make: Any, monke
         assert [call.kernel for call in fake.pop_launches()] == ["route_nodes"]
         with pytest.raises(EPTimeoutError, match="interrupted between its counts and its rows"):
             buffer.check()
+
+
+def test_describe_counts_the_inboxes_of_the_network(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual memory of a node has some of its own."""
+    sizes = dict(ranks_per_node=2, low_latency=True)
+    with make(**sizes) as buffer:
+        assert "low_latency of the network" not in buffer.describe().memory
+    memory = SimpleNamespace(can_grow=False, free=lambda: None)
+    monkeypatch.setattr(fake.allocator.allocate, "heap", memory)
+    monkeypatch.setattr(runtime, "LocalHeap", lambda: SimpleNamespace(allocate=fake.allocate, free=lambda: None))
+    with make(**sizes) as buffer:
+        layout, found = buffer._backend.runtime.layout, buffer.describe().memory
+        assert found["low_latency of the network"] == layout.symmetric.sizes["low_latency"] > 0
+        assert found["total"] == layout.size_hint["total"] + found["low_latency of the network"]
 
 
 def test_describe_counts_a_relays_host_memory(fake: FakeGpu, make: Any) -> None:
