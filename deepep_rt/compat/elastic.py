@@ -133,7 +133,7 @@ class ElasticBuffer(Calls):
                     num_cpu_bytes, "num_cpu_bytes", "0, because there is no Engram here", "Leave it out.", EPConfigError
                 )
             if num_bytes is None:
-                num_bytes = self.get_buffer_size_hint(self.group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+                num_bytes = self.get_buffer_size_hint(self.group, self.num_max_tokens_per_rank, self.hidden, self.num_topk)
             self.num_bytes = number(num_bytes, "num_bytes", 0, MOST_BYTES)
             sl_idx = number(_env.deepep_service_level(sl_idx), "sl_idx", 0, 15)
             self.num_allocated_qps = (
@@ -229,6 +229,7 @@ class ElasticBuffer(Calls):
         self._state.check_live()
         x, scales = map(without_gradient, rows_and_scales(x))
         topk_weights, num_sms = without_gradient(topk_weights), whole_number(num_sms, "num_sms", 0, MAX_SMS)
+        whole_number(num_qps, "num_qps", 0, MOST_BYTES)
         do_expand, zero = flag(do_expand, "do_expand"), flag(do_zero_padding, "do_zero_padding")
         by_column = flag(use_tma_aligned_col_major_sf, "use_tma_aligned_col_major_sf") and scales is not None
         if zero and not do_expand:
@@ -384,6 +385,7 @@ class ElasticBuffer(Calls):
             flag(async_with_compute_stream, "async_with_compute_stream"),
             previous_event_before_epilogue,
         )
+        whole_number(num_qps, "num_qps", 0, MOST_BYTES)
         self._buffers.use_sms(handle.buffer, whole_number(num_sms, "num_sms", 0, MAX_SMS) or handle.num_sms)
         reduce = "topk" if handle.do_expand and not self.allow_multiple_reduction else "rank"
         back = handle.buffer.combine(
@@ -505,6 +507,9 @@ class ElasticBuffer(Calls):
         sm_write_gbs: float = 50,
     ) -> int:
         """Return the SMs of a call with `num_sms=0`. They do not depend on the arguments."""
+        whole_number(num_experts, "num_experts", 1, MAX_EXPERTS)
+        whole_number(num_topk, "num_topk", 1, MAX_TOPK)
+        whole_number(num_scaleout_topk, "num_scaleout_topk", 0, MAX_TOPK)
         return next((buffer.num_sms for buffer in self._buffers.living), _USUAL_SMS)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
@@ -533,11 +538,11 @@ def _check_repetition(
     """Raise EPInputError unless the arguments are those of the handle, or left out."""
     if topk_idx is not None:
         raise EPInputError("topk_idx with handle; expected one of them. Leave topk_idx out: the handle has it.")
-    if do_cpu_sync:
+    if do_cpu_sync is not None and flag(do_cpu_sync, "do_cpu_sync"):
         raise EPInputError("do_cpu_sync=True with handle; expected False or None, because the counts are known. Leave it out.")
     names = "num_experts", "num_max_tokens_per_rank", "expert_alignment"
     for name, value in zip(names, (num_experts, num_max_tokens_per_rank, expert_alignment), strict=True):
-        if value is not None and value != getattr(handle, name):
+        if value is not None and whole_number(value, name, 0, MOST_BYTES) != getattr(handle, name):
             raise argument_error(value, name, f"{getattr(handle, name)}, as in the handle", "Leave it out.")
     if do_expand != handle.do_expand:
         raise argument_error(do_expand, "do_expand", f"{handle.do_expand}, as in the handle", "Pass that.")

@@ -299,7 +299,7 @@ def test_wrong_arguments_of_compat() -> None:
         "config": (24, "c", buffer),
         "num_tokens_per_expert": ([1, 2], 8, "n", per_expert.numpy()),
         "is_token_in_rank": ([True], 1, goes.numpy()),
-        "previous_event": ("e", 7, torch.ones(2), compat.EventHandle()),
+        "previous_event": ("e", 7, torch.ones(2)),
         "async_finish": ("yes", None, goes),
         "expert_alignment": ("x", 0, None),
         "num_worst_tokens": ("x", -1),

@@ -59,7 +59,14 @@ def world() -> Iterator[dict[str, Any]]:
         rows, idx = torch.ones(TOKENS, HIDDEN).bfloat16(), torch.from_numpy(IDX)
         counted = v1.get_dispatch_layout(idx, EXPERTS)
         layout = dict(num_tokens_per_rank=counted[0], is_token_in_rank=counted[3], num_tokens_per_expert=counted[2], topk_idx=idx)
-        yield dict(plain=plain, low=low, v1=v1, rows=rows, idx=idx, layout=layout)
+        v2 = deep_ep.ElasticBuffer(MPI.COMM_SELF, **_V2)
+        held.callback(v2.destroy)
+        received, _, _, handle, _ = v2.dispatch(rows, idx, num_experts=EXPERTS)
+        sent = dict(received=received, handle=handle)
+        yield dict(plain=plain, low=low, v1=v1, v2=v2, rows=rows, idx=idx, layout=layout, **sent)
+
+
+_V2 = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=TOPK)
 
 
 Case = tuple[int, Callable[[dict[str, Any], Any], Any]]  # a number that is allowed, and what it is given to
@@ -113,6 +120,18 @@ def _tune(world: dict[str, Any], num_tokens: Any) -> str:
     except EPUnavailableError as error:
         return str(error)
     raise AssertionError("the host backend has nothing to tune")
+
+
+def _make_v2(name: str) -> Callable[[dict[str, Any], Any], None]:
+    return lambda w, v: deep_ep.ElasticBuffer(MPI.COMM_SELF, **{**_V2, name: v}).destroy()
+
+
+def _send_v2(w: dict[str, Any], **options: Any) -> Any:
+    rows, *_, handle, _ = w["v2"].dispatch(w["rows"], w["idx"], **{"num_experts": EXPERTS, **options})
+    assert {
+        type(getattr(handle, name)) for name in ("num_experts", "expert_alignment", "num_max_tokens_per_rank", "num_sms")
+    } == {int}
+    return rows.shape, handle.num_recv_tokens_per_expert_list
 
 
 def _make_v1(name: str) -> Callable[[dict[str, Any], Any], None]:
@@ -199,6 +218,44 @@ CASES: dict[str, Case] = {
         lambda w, v: w["v1"].low_latency_update_mask_buffer(v),
     ),
     **{
+        f"compat.ElasticBuffer.{name}": (good, _make_v2(name))
+        for name, good in {
+            **_V2,
+            "num_bytes": 8,
+            "num_cpu_bytes": 0,
+            "sl_idx": 3,
+            "num_allocated_qps": 8,
+            "num_cpu_timeout_secs": 30,
+            "num_gpu_timeout_secs": 30,
+        }.items()
+    },
+    **_named(
+        "compat.ElasticBuffer.get_buffer_size_hint",
+        _positional(lambda w, *n: deep_ep.ElasticBuffer.get_buffer_size_hint(MPI.COMM_SELF, *n), **_V2),
+    ),
+    **_named(
+        "compat.ElasticBuffer.get_theoretical_num_sms",
+        _positional(lambda w, *n: w["v2"].get_theoretical_num_sms(*n), num_experts=EXPERTS, num_topk=TOPK, num_scaleout_topk=0),
+    ),
+    "compat.ElasticBuffer.get_theoretical_num_qps.num_sms": (4, lambda w, v: w["v2"].get_theoretical_num_qps(v)),
+    **{
+        f"compat.ElasticBuffer.dispatch.{name}": (good, lambda w, v, name=name: _send_v2(w, **{name: v}))
+        for name, good in {
+            "num_experts": EXPERTS,
+            "num_max_tokens_per_rank": 8,
+            "expert_alignment": 4,
+            "num_sms": 8,
+            "num_qps": 3,
+        }.items()
+    },
+    **{
+        f"compat.ElasticBuffer.combine.{name}": (
+            8,
+            lambda w, v, name=name: w["v2"].combine(w["received"], w["handle"], **{name: v})[0].shape,
+        )
+        for name in ("num_sms", "num_qps")
+    },
+    **{
         f"compat.Config.{name}": (8, lambda w, v, name=name: repr(deep_ep.Config(**{name: v})))
         for name in inspect.signature(deep_ep.Config).parameters
     },
@@ -221,6 +278,9 @@ MAY_BE_NONE = (
     "row_bytes",
     "num_rows",
     *_NETWORK,
+    "ElasticBuffer.num_bytes",
+    "ElasticBuffer.dispatch.num_max_tokens_per_rank",
+    "ElasticBuffer.dispatch.expert_alignment",
 )
 MADE_BY_CALLS = {
     "Handle",
@@ -229,6 +289,7 @@ MADE_BY_CALLS = {
     "LowLatencyHandle",
     "LowLatencyDispatched",
     "Combined",
+    "EPHandle",
 }  # the caller makes none of these
 
 
