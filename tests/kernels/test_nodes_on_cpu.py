@@ -332,7 +332,7 @@ def test_memory_grows_for_more_rows(layout, path, transport):
             assert sums
 
 
-@pytest.mark.parametrize("transport", ["mpi", "nvshmem"])
+@pytest.mark.parametrize("transport", ["nvshmem", pytest.param("mpi", marks=pytest.mark.full)])
 def test_sleep(transport):
     """Memory of a node loses its contents, and that of the network stays. Handles and calls go on, of both modes."""
     with Machine(4, 1, weak_memory=True, transport=transport, can_sleep=True) as machine:
