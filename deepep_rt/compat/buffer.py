@@ -86,11 +86,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
         enable_shrink: bool = False,
         comm: Intracomm | None = None,
     ) -> None:
-        if group is None and comm is None:
-            raise EPConfigError(
-                "group=None and comm=None; expected one of them. Pass a torch.distributed group, or an mpi4py communicator as comm=."
-            )
-        ranks = communicator_of(comm if group is None else communicator(group))
+        ranks = ranks_of(group, comm)
         own = creation_comm(ranks, _env.timeout_s())
         with making(ranks, own, "the making of a Buffer") as notices:  # other ranks hear if this one refuses its arguments
             num_nvl_bytes = whole_number(num_nvl_bytes, "num_nvl_bytes", 0, MOST_BYTES, error=EPConfigError)
@@ -253,6 +249,15 @@ def _shape_of(size: Any) -> list[int]:
     if not isinstance(size, (tuple, list)):
         raise argument_error(size, "size", "a shape such as [0, 128]", "Pass one, or None.")
     return [whole_number(extent, "size", 0, MOST_BYTES) for extent in size]
+
+
+def ranks_of(group: Any, comm: Any) -> Communicator:
+    """Return the ranks of a group of `torch.distributed`, or else of an mpi4py communicator."""
+    if group is None and comm is None:
+        raise EPConfigError(
+            "group=None and comm=None; expected one of them. Pass a torch.distributed group, or an mpi4py communicator as comm=."
+        )
+    return communicator_of(comm if group is None else communicator(group))
 
 
 def placement(ranks: Communicator) -> tuple[int, bool]:

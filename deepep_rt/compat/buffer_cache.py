@@ -173,12 +173,31 @@ class MessageCounts:
         (self._comm.Free if in_touch and self._error is None else self._comm.abandon)()
 
 
-class NormalBuffers:
+class _BuffersByShape:
+    """Buffers, one for each `Shape`, and those that a larger one has replaced."""
+
+    def __init__(self) -> None:
+        self._current: dict[Shape, Buffer] = {}
+        self._outgrown: list[Buffer] = []  # the program may still hold their handles and results
+
+    @property
+    def living(self) -> list[Buffer]:
+        """All Buffers."""
+        return [*self._outgrown, *self._current.values()]
+
+    def check(self) -> None:
+        """Raise the error that the next call would raise."""
+        for buffer in self.living:
+            buffer.check()
+
+
+class NormalBuffers(_BuffersByShape):
     """Buffers of the normal mode, one for each `Shape`. `num_bytes` is the memory that one may take before a call needs more."""
 
     def __init__(
         self, comm: Communicator, num_bytes: int, num_slots: int, ranks_per_node: int, network: NetworkOptions | None = None
     ) -> None:
+        super().__init__()
         self._comm, self._num_bytes, self._num_slots, self._timeout_s = comm, num_bytes, num_slots, _env.timeout_s()
         self._network, self._ranks_per_node = network, ranks_per_node
         self._is_one_node = ranks_per_node == comm.Get_size()
@@ -187,8 +206,6 @@ class NormalBuffers:
             SharedCounts(met, self._timeout_s) if self._is_one_node else MessageCounts(met.Dup(), self._timeout_s)
         )
         met.release()
-        self._current: dict[Shape, Buffer] = {}
-        self._outgrown: list[Buffer] = []  # the program may still hold their handles and results
 
     def shape_for_ranks(self, hidden: int, dtype: str, backend: str) -> Shape:
         """Return a shape for tokens that name ranks and no experts: an existing one, or one with an expert for each rank."""
@@ -261,16 +278,6 @@ class NormalBuffers:
         notes = [(buffer, f"it makes a larger or another Buffer for its dispatch with {given} ({why})") for buffer in self.living]
         with making_instead(self._comm, notes):
             yield
-
-    @property
-    def living(self) -> list[Buffer]:
-        """All Buffers."""
-        return [*self._outgrown, *self._current.values()]
-
-    def check(self) -> None:
-        """Raise the error that the next call would raise."""
-        for buffer in self.living:
-            buffer.check()
 
     def destroy(self, in_touch: bool) -> None:
         """Destroy all Buffers. Collective. `in_touch`: whether all ranks are known to be alive."""
@@ -387,13 +394,12 @@ class LowLatencyBuffers:
                 stack.callback(buffer.destroy)
 
 
-class ElasticBuffers:
+class ElasticBuffers(_BuffersByShape):
     """The `deepep_rt.Buffer`s of one ElasticBuffer, one for each Shape. All ranks name the same sizes, so they make them together."""
 
     def __init__(self, comm: Communicator, **settings: Any) -> None:
+        super().__init__()
         self._comm, self._settings = comm, settings
-        self._current: dict[Shape, Buffer] = {}
-        self._outgrown: list[Buffer] = []  # the program may still hold their handles and results
         self._usual_sms: dict[Buffer, int] = {}
 
     def buffer_for(self, shape: Shape, num_tokens: int, num_rows: int, num_sms: int) -> Buffer:
@@ -433,16 +439,6 @@ class ElasticBuffers:
             self._outgrown.append(old)
         self._current[shape], self._usual_sms[made] = made, made.num_sms
         return made
-
-    @property
-    def living(self) -> list[Buffer]:
-        """All Buffers."""
-        return [*self._outgrown, *self._current.values()]
-
-    def check(self) -> None:
-        """Raise the error that the next call would raise."""
-        for buffer in self.living:
-            buffer.check()
 
     def destroy(self) -> None:
         """Destroy all Buffers. Collective."""

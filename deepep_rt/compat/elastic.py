@@ -18,7 +18,7 @@ from ..errors import EPConfigError, EPInputError
 from ..network import NetworkOptions
 from ..torch.process_group import communicator
 from .base import BufferState, Calls, NoAttributeError, tells_refusals
-from .buffer import placement
+from .buffer import placement, ranks_of
 from .buffer_cache import ElasticBuffers, Shape
 from .checks import Tensors, backend_for, check_choices, check_handle, check_tensor, rows_and_scales, without_gradient
 from .config import MOST_BYTES, expected_ranks_per_node, normal_bytes
@@ -109,11 +109,7 @@ class ElasticBuffer(Calls):
         explicitly_destroy: bool = False,
         comm: Intracomm | None = None,
     ) -> None:
-        if group is None and comm is None:
-            raise EPConfigError(
-                "group=None and comm=None; expected one of them. Pass a torch.distributed group, or an mpi4py communicator as comm=."
-            )
-        ranks = communicator_of(comm if group is None else communicator(group))
+        ranks = ranks_of(group, comm)
         own = creation_comm(ranks, _env.timeout_s())
         with making(ranks, own, "the making of a Buffer") as notices:  # other ranks hear if this one refuses its arguments
             number = functools.partial(whole_number, error=EPConfigError)
