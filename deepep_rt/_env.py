@@ -141,9 +141,9 @@ def deepep_version() -> str:
 
 def deepep_service_level(given: Any) -> Any:
     """`EP_OVERRIDE_RDMA_SL` of DeepEP V2: the service level of InfiniBand, whatever the program has given."""
-    text = os.environ.get("EP_OVERRIDE_RDMA_SL") or None
-    number = _whole(text) if text is not None else None
-    return given if text is None else text if number is None else number
+    if not (text := os.environ.get("EP_OVERRIDE_RDMA_SL")):
+        return given
+    return text if (number := _whole(text)) is None else number
 
 
 def ranks_per_node() -> int | None:
@@ -170,8 +170,8 @@ MEMORY_WAYS = "sockets", "files", "pidfd", "fabric", "ipc"
 
 def symmetric_memory() -> str:
     """`DEEPEP_RT_SYMMETRIC_MEMORY`: who provides memory that the GPUs of a host share: "heap", CUDA's virtual memory; "nvshmem"; or
-    "auto", also when unset: CUDA's where it works. Between hosts, `transport="nvshmem"` always takes NVSHMEM's. "heap:" with one of
-    `MEMORY_WAYS` forces this way.
+    "auto", also when unset: CUDA's where it works. What crosses a network of NVSHMEM is always in NVSHMEM's memory. "heap:" with one
+    of `MEMORY_WAYS` forces this way.
     """
     return _memory_setting()[0]
 

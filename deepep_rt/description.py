@@ -52,7 +52,7 @@ class BufferDescription:
         path_reason: Why.
         measured: The rates that were measured for the choice of the path, or None.
         memory: Bytes of GPU memory of a rank by region, and their sum as "total". With a relay also "pinned on the host", which is no GPU
-            memory. With a network of NVSHMEM beside virtual memory also "low_latency of the network". Empty on the host backend.
+            memory. If NVSHMEM is only the network, also "low_latency of the network". Empty on the host backend.
         provider: What provides the memory that the GPUs of a host share, and how. Empty on the host backend.
         grows: Whether the memory of each rank grows when results fill it.
         tuning: The choice of `Buffer.autotune` in use. Its number of SMs does not count if the program has set another. Empty without one.

@@ -3,7 +3,7 @@
 // (kHasRelay).
 //
 // Offsets are those of symmetric memory. The bytes of a put lie in network memory at both ends, and stay there until the receiver has them.
-// Network memory is NVSHMEM's, or with a relay pinned host memory. It mirrors a part of symmetric memory, or NVSHMEM provides both.
+// Network memory is NVSHMEM's, or with a relay pinned host memory. Its offsets are those of the last part of symmetric memory.
 // A word arrives after all bytes that were put with it, and after nothing else. One lane may wait for the word with an acquiring wait, and
 // then its warp may read.
 #pragma once

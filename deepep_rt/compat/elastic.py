@@ -36,15 +36,10 @@ _USUAL_SMS = 24
 _OTHERS = {
     "engram": "This library has no remote storage of embeddings. Fetch them with your framework",
     "pp_": "This library has no pipeline-parallel send. Use torch.distributed.send and recv",
-    "get_pp_": "This library has no pipeline-parallel send. Use torch.distributed.send and recv",
     "agrs": "This library has no all-gather sessions. Use torch.distributed.all_gather_into_tensor and reduce_scatter_tensor",
     "all_gather": "This library has no all-gather sessions. Use torch.distributed.all_gather_into_tensor",
-    "get_agrs": "This library has no all-gather sessions. Use torch.distributed.all_gather_into_tensor",
-    "get_engram": "This library has no remote storage of embeddings. Fetch them with your framework",
-    "create_agrs": "This library has no all-gather sessions. Use torch.distributed.all_gather_into_tensor",
-    "destroy_agrs": "This library has no all-gather sessions. Use torch.distributed.all_gather_into_tensor",
 }
-"""What to use instead of methods that have nothing to do with experts, by the beginning of their names."""
+"""What to use instead of methods that have nothing to do with experts, by a part of their names."""
 
 
 class ElasticBuffer(Calls):
@@ -56,17 +51,17 @@ class ElasticBuffer(Calls):
         num_cpu_bytes: Must be 0: this library has no storage on the host.
         num_max_tokens_per_rank: The most tokens of a rank, for calls that do not name a number. Needed if `num_bytes` is None.
         hidden: Elements of a row. Rows of packed numbers with half as many bytes belong to it.
-        num_topk: Kept. Calls have that of their `topk_idx`.
-        use_fp8_dispatch: Kept. A dispatch of FP8 rows needs no setting.
-        deterministic: Kept. Results have the same bits in every run anyway.
+        num_topk: Kept as an attribute. Calls have that of their `topk_idx`.
+        use_fp8_dispatch: Kept as an attribute. A dispatch of FP8 rows needs no setting.
+        deterministic: Kept as an attribute. Results have the same bits in every run anyway.
         allow_hybrid_mode: Between nodes, send a token once to a node, and pass it on there. False: send it to each rank.
         allow_multiple_reduction: False: `combine` of expanded rows sends the row of each choice, and rounds once.
-        prefer_overlap_with_compute: Kept.
+        prefer_overlap_with_compute: Kept as an attribute, without effect.
         sl_idx: Service level of InfiniBand between hosts; `EP_OVERRIDE_RDMA_SL` overrides it.
         num_allocated_qps: Connections to each peer on another host (NVSHMEM's IBGDA). 0: 17, or 65 with `allow_hybrid_mode`.
-        num_cpu_timeout_secs: Kept.
+        num_cpu_timeout_secs: Accepted without effect.
         num_gpu_timeout_secs: Seconds after which a silent peer raises EPTimeoutError, unless `DEEPEP_RT_TIMEOUT_S` is set.
-        explicitly_destroy: Kept. A program may always call `destroy`.
+        explicitly_destroy: Kept as an attribute. A program may always call `destroy`.
         comm: An mpi4py communicator, if `group` is None.
 
     Attributes:
@@ -262,17 +257,12 @@ class ElasticBuffer(Calls):
             self._buffers.use_sms(buffer, num_sms or handle.num_sms)
             idx = topk_idx if topk_weights is not None or not do_expand else None
             sent = buffer.dispatch(x, idx, topk_weights, handle=handle.routing, **options)
+            (experts,) = copied(stream, None if do_expand else sent.recv_topk_idx)
         else:
-            made_new = self._dispatch_new(
-                x, topk_idx, topk_weights, num_experts, num_max_tokens_per_rank, expert_alignment, num_sms, do_cpu_sync, options
-            )
-            sent, made, topk_idx = *made_new, topk_idx
-            if keeps_copy:
-                (made.topk_idx,) = copied(stream, made.topk_idx)
-            self._keep_tables(sent, made, stream)
-        experts, weights = copied(stream, None if do_expand else sent.recv_topk_idx, sent.recv_topk_weights)
-        if not do_expand and handle is None:
-            made._experts = experts
+            sizes = num_experts, num_max_tokens_per_rank, expert_alignment
+            sent, made = self._dispatch_new(x, topk_idx, topk_weights, *sizes, num_sms, do_cpu_sync, keeps_copy, stream, options)
+            experts = made.experts
+        (weights,) = copied(stream, sent.recv_topk_weights)
         if stats is not None:
             with stream.current():
                 stats += made.num_unaligned_recv_tokens_per_expert
@@ -291,9 +281,13 @@ class ElasticBuffer(Calls):
         expert_alignment: int | None,
         num_sms: int,
         do_cpu_sync: bool | None,
+        keeps_copy: bool,
+        stream: CallStream,
         options: dict[str, Any],
     ) -> tuple[DispatchResult, EPHandle]:
-        """Dispatch along a new routing. The handle still refers to the memory of the result."""
+        """Dispatch along a new routing. The handle has copies: a program holds it from step to step, and one array of a result keeps the
+        memory of all its arrays.
+        """
         if topk_idx is None or num_experts is None:
             missing = "topk_idx" if topk_idx is None else "num_experts"
             raise EPInputError(f"{missing}=None and handle=None; expected topk_idx and num_experts, or a handle. Pass them.")
@@ -314,19 +308,29 @@ class ElasticBuffer(Calls):
         shape = Shape(self._hidden_of(x), num_topk, num_experts, widest_dtype(x), backend_for(x))
         most_here = max(most, self.num_max_tokens_per_rank)
         buffer = self._buffers.buffer_for(shape, most_here, 0 if has_sync else all_tokens, num_sms)
+        by_expert = "layout" in options
         if not has_sync:
-            options = options | {"num_worst_tokens": expanded if "layout" in options else all_tokens}
+            options = options | {"num_worst_tokens": expanded if by_expert else all_tokens}
         sent = buffer.dispatch(x, topk_idx, topk_weights, expert_alignment=alignment, **options)
+        sources, experts, offsets, kept = copied(
+            stream,
+            sent.recv_src_idx,
+            None if by_expert else sent.recv_topk_idx,
+            sent.expert_offsets if by_expert else None,
+            topk_idx if keeps_copy else None,
+        )
         handle = EPHandle(
             buffer,
             sent.handle,
             expert_alignment=alignment,
             num_max_tokens_per_rank=most,
             num_sms=num_sms,
-            topk_idx=topk_idx,
+            topk_idx=topk_idx if kept is None else kept,
             rank=self.rank_idx,
             num_scaleup_ranks=self.num_scaleup_ranks,
-            do_expand="layout" in options,
+            sources=sources,
+            experts=experts,
+            offsets=offsets,
             most_expanded=expanded,
         )
         return sent, handle
@@ -401,10 +405,6 @@ class ElasticBuffer(Calls):
         columns = int(x.shape[1])
         is_packed = x.element_size() == 1 and not x.is_floating_point() and 2 * columns == self.hidden
         return self.hidden if is_packed else columns
-
-    def _keep_tables(self, sent: DispatchResult, handle: EPHandle, stream: CallStream) -> None:
-        """Let the handle keep copies: a program holds it from step to step, and one array keeps the memory of all results of the call."""
-        handle._sources, handle._offsets = copied(stream, sent.recv_src_idx, sent.expert_offsets if handle.do_expand else None)
 
     def _check_handle(self, handle: Any) -> None:
         check_handle(handle, EPHandle, "dispatch")
@@ -517,7 +517,7 @@ class ElasticBuffer(Calls):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Raise NoAttributeError, with what to use instead."""
-            instead = next((text for start, text in _OTHERS.items() if name.startswith(start)), "")
+            instead = next((text for part, text in _OTHERS.items() if part in name), "")
             remedy = instead or "See docs/coming-from-deepep.md for the names that are"
             raise NoAttributeError(f"ElasticBuffer.{name} is not a part of this library. {remedy}.")
 

@@ -44,11 +44,13 @@ class EPHandle(SharedByCopies):
         topk_idx: torch.Tensor,
         rank: int,
         num_scaleup_ranks: int,
-        do_expand: bool,
+        sources: torch.Tensor,
+        experts: torch.Tensor | None,
+        offsets: torch.Tensor | None,
         most_expanded: int,
     ) -> None:
         self.buffer, self.routing = buffer, routing
-        self.do_expand = do_expand
+        self.do_expand = offsets is not None
         self.num_experts, self.expert_alignment = buffer.config.num_experts, expert_alignment
         self.num_max_tokens_per_rank, self.num_sms, self.topk_idx = num_max_tokens_per_rank, num_sms, topk_idx
         counts = routing.num_recv_tokens_per_expert_list
@@ -56,10 +58,9 @@ class EPHandle(SharedByCopies):
         self.num_recv_tokens_per_expert_list = counts or []
         self.num_expanded_tokens = most_expanded if counts is None else sum(counts)
         self._rank, self._num_scaleup_ranks = rank, num_scaleup_ranks
-        # ElasticBuffer sets copies: the source of each row, its local experts, and the first row of each expert.
-        self._sources = topk_idx
-        self._experts: torch.Tensor | None = None
-        self._offsets: torch.Tensor | None = None
+        self.experts = experts
+        """Local expert numbers of the rows, `[rows, num_topk]`. None with `do_expand`."""
+        self._sources, self._offsets = sources, offsets
 
     @property
     def _num_keys(self) -> int:
@@ -69,7 +70,7 @@ class EPHandle(SharedByCopies):
     def _keys(self) -> torch.Tensor:
         """The source of each row as one number, `rank * T + token`. Padding has the number past all of them."""
         source = self._sources.long()
-        is_row = source[:, 0] >= 0 if self._experts is None else (self._experts >= 0).any(1)
+        is_row = source[:, 0] >= 0 if self.experts is None else (self.experts >= 0).any(1)
         return torch.where(is_row, source[:, 0] * self.num_max_tokens_per_rank + source[:, 1], self._num_keys)
 
     @cached_property
@@ -89,8 +90,8 @@ class EPHandle(SharedByCopies):
         """Rows of each local expert, `[num_local_experts]` int32."""
         num_experts = self.buffer.config.num_local_experts
         if self._offsets is None:
-            assert self._experts is not None
-            expert = self._experts.flatten().long()
+            assert self.experts is not None
+            expert = self.experts.flatten().long()
         else:
             row = torch.arange(len(self._sources), dtype=self._offsets.dtype, device=self._offsets.device)
             expert = torch.searchsorted(self._offsets[1:], row, right=True)
@@ -127,13 +128,13 @@ class EPHandle(SharedByCopies):
         table = torch.full((self._num_keys + 1, 2 + num_topk), -1, dtype=torch.int32, device=device)
         table[place, 0] = torch.arange(self._num_keys, dtype=torch.int32, device=device)
         of_row = torch.cat([place, place.new_full((1,), self._num_keys)])[self._keys]
-        if self._experts is None:
+        if self.experts is None:
             choice = self._sources[:, 2].long().clamp(min=0)
             table[of_row, 2 + choice] = torch.arange(len(of_row), dtype=torch.int32, device=device)
             is_chosen = table[:, 2:] >= 0
         else:
             is_chosen = torch.zeros(table.shape[0], num_topk, dtype=torch.bool, device=device)
-            is_chosen[of_row] = self._experts >= 0
+            is_chosen[of_row] = self.experts >= 0
         first = is_chosen.int().argmax(1).int()
         source = torch.div(table[:, 0], self.num_max_tokens_per_rank, rounding_mode="floor")
         table[:, 1] = torch.where(table[:, 0] < 0, -1, source * num_topk + first)

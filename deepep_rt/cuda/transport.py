@@ -1,7 +1,8 @@
 """The choice of the transport between the nodes of a Buffer: NVSHMEM, or a relay over MPI. Both provide symmetric memory.
 
 Symmetric memory is a region of equal size on every rank, which the GPUs of the other ranks read and write. Two Protocols name what the
-CUDA backend needs of a library that provides such memory. `nvshmem`, `heap` and `relay_memory` implement them, and `provider` chooses.
+CUDA backend needs of a library that provides such memory. `nvshmem`, `heap`, `networked_heap` and `relay_memory` implement them, and
+`provider` chooses.
 """
 
 from __future__ import annotations

@@ -471,7 +471,7 @@ class CudaBackend:
 
 
 def _memory_of(layout: Layout, is_virtual: bool) -> dict[str, int]:
-    """Return the bytes of each region. Beside virtual memory, a network has inboxes of its own."""
+    """Return the bytes of each region. A network of NVSHMEM has low-latency inboxes of its own, if the region is virtual memory."""
     hint, config = layout.size_hint, layout.config
     if config.has_relay:
         return hint | {"pinned on the host": layout.network_bytes + layout.ring_bytes}
