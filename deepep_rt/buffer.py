@@ -542,6 +542,8 @@ class Buffer(SharedByCopies):
         return_recv_hook: bool = False,
         cumulative_local_expert_recv_stats: Any = None,
         wait_recv_cost_stats: Any = None,
+        x_scales: Any = None,
+        num_max_tokens: int | None = None,
         stream: Any = None,
     ) -> LowLatencyDispatchResult:
         """Send a few tokens to their experts as fast as possible. Rows arrive expert by expert. For decoding.
@@ -549,10 +551,13 @@ class Buffer(SharedByCopies):
         The host never waits, so a CUDA graph can capture the call. Keep the result as long as you read it after replays.
 
         Args:
-            x: `[num_tokens, hidden]` bfloat16. (NaNs of all ones may arrive as other NaNs.)
+            x: `[num_tokens, hidden]` bfloat16. (NaNs of all ones may arrive as other NaNs.) Or rows that the program has quantised, which
+                arrive bit by bit as they are, with `use_fp8=False`: `[num_tokens, hidden]` of a type of 1 byte, or `[num_tokens, n]` uint8
+                or int8 for anything else, such as two numbers of 4 bits in a byte. `n` is a multiple of 16. A row and its scales take less
+                than a row of bfloat16.
             topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. A token that names an expert more than once gets
-                a row for each choice, and `low_latency_combine` adds each. An expert has room for `num_ranks * num_max_tokens_per_rank`
-                rows. Later rows are dropped, and the log says so once.
+                a row for each choice, and `low_latency_combine` adds each. An expert has room for `num_ranks * num_max_tokens` rows.
+                Later rows are dropped, and the log says so once.
             topk_weights: `[num_tokens, num_topk]` float32, or None. With weights here, `low_latency_combine` needs one message round less.
             use_fp8: Convert rows to float8_e4m3fn before sending, with a scale for each 128 channels. GPUs without FP8 (sm_80) warn once,
                 and rows arrive as bfloat16, without scales.
@@ -566,6 +571,9 @@ class Buffer(SharedByCopies):
             cumulative_local_expert_recv_stats: `[num_local_experts]` int32; the call adds the number of tokens that arrive.
             wait_recv_cost_stats: `[num_ranks]` int64; the call adds the nanoseconds until the last row of each source had arrived. (The
                 host backend gets all rows at once, so each other source counts for the whole wait.)
+            x_scales: `[num_tokens, n]` of any type: the scales of quantised rows, which travel with them.
+            num_max_tokens: The most tokens that a rank has in this call, the same on all ranks. Results have room for as many. Default:
+                `num_max_tokens_per_rank`.
             stream: As in `dispatch`.
 
         Returns:
@@ -595,6 +603,8 @@ class Buffer(SharedByCopies):
                 use_ue8m0,
                 cumulative_local_expert_recv_stats,
                 wait_recv_cost_stats,
+                x_scales,
+                num_max_tokens,
             )
             if self._annotate is None:
                 return backend.low_latency_dispatch(inputs, call, with_hook)
@@ -622,7 +632,7 @@ class Buffer(SharedByCopies):
         Like `low_latency_dispatch`, a CUDA graph can capture it.
 
         Args:
-            y: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`; in any memory.
+            y: `[num_local_experts, num_ranks * num_max_tokens, hidden]` bfloat16, in the order of `recv_x`; in any memory.
             topk_idx: As given to `low_latency_dispatch`, or -1 for choices that are not to be added (with `allow_multiple_reduction`, for
                 all of a token's experts on one rank). Any other change is an EPInputError. GPUs add what the dispatch was given, and a
                 later call or `check` raises. Do not write to it, or to `topk_weights`, before the call or its hook has run.
@@ -681,6 +691,8 @@ class Buffer(SharedByCopies):
         use_ue8m0: bool = False,
         cumulative_local_expert_recv_stats: Any = None,
         wait_recv_cost_stats: Any = None,
+        x_scales: Any = None,
+        num_max_tokens: int | None = None,
         allow_multiple_reduction: bool = True,
         reduce: str | None = None,
         compress: str | None = None,
@@ -699,11 +711,13 @@ class Buffer(SharedByCopies):
             topk_weights: See there, but not None.
             y: The experts' outputs, if they lie in the same array in each step. Default: what `PreparedLowLatency.combine` gets.
             out: As in `low_latency_combine`.
-            use_fp8: As in `low_latency_dispatch`, and so are the next four.
+            use_fp8: As in `low_latency_dispatch`, and so are the next six.
             round_scale: See there.
             use_ue8m0: See there.
             cumulative_local_expert_recv_stats: See there.
             wait_recv_cost_stats: See there.
+            x_scales: See there.
+            num_max_tokens: See there.
             allow_multiple_reduction: As in `low_latency_combine`, and so are the next three.
             reduce: See there.
             compress: See there.
@@ -740,16 +754,20 @@ class Buffer(SharedByCopies):
                 use_ue8m0,
                 cumulative_local_expert_recv_stats,
                 wait_recv_cost_stats,
+                x_scales,
+                num_max_tokens,
             )
             if inputs.topk_weights is None:
                 raise argument_error(None, "topk_weights", "float32 weights, which combines need", "Pass them.")
-            for name in ("x", "topk_idx", "topk_weights"):
-                check_in_place(getattr(inputs, name), name)
+            for name in ("x", "topk_idx", "topk_weights", "x_scales"):
+                if getattr(inputs, name) is not None:
+                    check_in_place(getattr(inputs, name), name)
+            capacity = info.config.num_ranks * inputs.num_max_tokens
             form = form_of_combine(info, allow_multiple_reduction, reduce, compress)
             into = None if out is None else sums_view(info, call.stream, out, inputs.x.shape[0])
 
             def view_rows(given: Any) -> View:
-                rows = expert_rows(info, call.stream, given)
+                rows = expert_rows(info, call.stream, given, capacity)
                 check_in_place(rows, "y")
                 if into is not None:
                     check_apart(into, rows)
@@ -769,8 +787,8 @@ class Buffer(SharedByCopies):
             handle: The handle of a `low_latency_dispatch`.
 
         Returns:
-            `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the framework of that call. There is one
-            for each Buffer.
+            `[num_local_experts, num_ranks * num_max_tokens, hidden]` bfloat16, in the framework of that call. All handles of a Buffer
+            get the same memory.
 
         Raises:
             EPInputError: If the buffer was made without `low_latency=True`, if the handle is of another buffer, or if the call was
@@ -788,7 +806,7 @@ class Buffer(SharedByCopies):
                 "low_latency_combine an array of yours"
             )
         with self._call_lock:
-            return backend.low_latency_combine_view(handle.framework).to_framework()
+            return backend.low_latency_combine_view(handle.framework, handle.capacity).to_framework()
 
     def mask_rank(self, rank: int) -> None:
         """Exclude a rank from low-latency calls: this rank sends it nothing and waits for nothing from it.
@@ -1221,7 +1239,7 @@ class Buffer(SharedByCopies):
 
 
 def _check_zero_copy(backend: Backend, rows: View, framework: Framework) -> None:
-    if rows.ptr != backend.low_latency_combine_view(framework).ptr:
+    if rows.ptr != backend.low_latency_combine_view(framework, rows.shape[1]).ptr:
         raise EPInputError(
             "zero_copy=True; expected y=get_low_latency_combine_buffer(handle). Pass that array, or leave out zero_copy"
         )

@@ -277,6 +277,14 @@ class Config:
             return self.scale_bytes
         return max(self.scale_bytes, -(-self.hidden // NUMBERS_PER_SCALE_BYTE) + 3 & ~3)
 
+    def fits_low_latency_message(self, row_bytes: int, scale_bytes: int) -> bool:
+        """Return whether a low-latency message has room for a row that travels as it is, its scales, and a key for each 512 bytes of them.
+
+        Messages have room for a row of bfloat16.
+        """
+        num_vecs = row_bytes // ROW_ALIGNMENT + -(-scale_bytes // ROW_ALIGNMENT)
+        return ROW_ALIGNMENT * num_vecs + 4 * -(-num_vecs // 32) <= 2 * self.hidden
+
     @cached_property
     def low_latency_threads(self) -> int:
         """The threads of a block. NVSHMEM's functions use up to 158 registers, so fewer threads fit an SM."""

@@ -238,6 +238,7 @@ class LowLatencyHandle(_Handle):
     routing: Any = field(repr=False)  # tables of the backend
     has_weights: bool = field(repr=False)  # whether the dispatch sent topk_weights with the rows
     framework: Framework = field(repr=False)  # of the caller's arrays
+    capacity: int = field(repr=False)  # rows for which each expert has room
 
 
 @dataclass(eq=False)
@@ -252,7 +253,7 @@ class LowLatencyDispatchResult(_Arrays):
 
     @cached_property
     def recv_x(self) -> Any:
-        """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn.
+        """Rows, `[num_local_experts, num_ranks * num_max_tokens, hidden]` bfloat16 or float8_e4m3fn; or as wide as `x`, and of its dtype.
 
         The first `num_recv_tokens_per_expert[e]` rows of expert e are filled, the others are undefined.
         """
@@ -260,9 +261,10 @@ class LowLatencyDispatchResult(_Arrays):
 
     @cached_property
     def recv_x_scales(self) -> Any:
-        """Scales, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden // 128]`: float32, or uint8 exponents (UE8M0).
+        """Scales, `[num_local_experts, num_ranks * num_max_tokens, hidden // 128]`: float32, or uint8 exponents (UE8M0).
 
-        A channel is its FP8 value times the scale of its 128 channels. None without FP8.
+        A channel is its FP8 value times the scale of its 128 channels. With `x_scales`, these are as wide, and of their dtype. None
+        without scales.
         """
         return self._array("scales")
 

@@ -24,27 +24,13 @@
 //
 // Bytes: a row crosses the link once for each receiving rank. With FP8 it has half of the bytes, and scales of 4 bytes for each 128
 // channels. The receiver gets the row in its inbox, reads and clears it, and writes it once for each expert.
-#include "low_latency/ll_dispatch_receive.cuh"
-#include "low_latency/ll_dispatch_send.cuh"
+#include "low_latency/ll_converted_rows.cuh"
+#include "low_latency/ll_dispatch_call.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLlThreads, 1) ll_dispatch(const __grid_constant__ Params p) {
   extern __shared__ Table table[];
-  __shared__ Shared shared;
-  overlap_kernels();
-  for (int e = threadIdx.x; e < kNumExperts; e += kLlThreads) shared.choices[e] = 0;
-  __syncthreads();
-  if (p.phases & kLlSend) {
-    send(p, table->experts, shared);
-  } else {
-    if (warp_idx() == 0) acquire_credits(p, progress_of(p), kLlDispatchAcks, kPhaseLlDispatchRoom, nullptr, shared.call);
-    __syncthreads();
-    advance_once(p, shared.call);
-  }
-  if (!(p.phases & kLlReceive)) return;
-  if (shared.call.failed) return poison_rows(p, blockIdx.x * kLlThreads + threadIdx.x, gridDim.x * kLlThreads);
-  const u64 start = p.wait_stats ? nanoseconds() : 0;
-  start_receiving(p, start, shared.call);
-  const bool ok = p.use_fp8 ? receive<kHidden / 16>(p, start, table->arrival_bitmap, shared)
-                            : receive<kHidden / 8>(p, start, table->arrival_bitmap, shared);
-  if (!ok) poison_rows(p, lane_idx(), 32);  // all of them: the positions of the missing rows are unknown
+  dispatch<ConvertedRows>(p, *table, [&](u64 start, Shared& shared) {
+    return p.use_fp8 ? receive<ConvertedPart<kHidden / 16>>(p, start, table->arrival_bitmap, shared)
+                     : receive<ConvertedPart<kHidden / 8>>(p, start, table->arrival_bitmap, shared);
+  });
 }

@@ -1,10 +1,9 @@
-// The common part of both halves of ll_dispatch: offsets of headers and messages, and the shared memory of a block.
+// The common part of both halves of the low-latency dispatches: offsets of headers and messages, and the shared memory of a block.
 #pragma once
-#include "common/fp8.cuh"
 #include "low_latency/low_latency.cuh"
 
-constexpr int kCapacity = kNumRanks * kNumMaxTokens;  // rows of an expert
-constexpr int kScalesPerRow = kHidden / kFp8Group;
+constexpr int kChoiceWarp = kLastWarp, kRowThreads = 32 * kChoiceWarp;  // of the send half
+constexpr int kMaxReceivers = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;
 constexpr int kExpertSlotBits = 17;  // lower bits of a choice; the expert is in the bits above
 static_assert(kNumMaxTokens * kNumTopk <= 1 << kExpertSlotBits && kNumExperts < 1 << (31 - kExpertSlotBits));
 
@@ -50,9 +49,35 @@ __device__ __forceinline__ u64 staged_offset(u32 epoch, int token) {
   return kLlStagedMessages + (static_cast<u64>(epoch % kRingDepth) * kNumMaxTokens + token) * kLlMessageStride;
 }
 
-// Bytes of a row with its scales.
-__device__ __forceinline__ u32 row_bytes_of(const Params& p) { return p.use_fp8 ? kHidden + kScalesPerRow * 4 : kHidden * 2; }
-
 __device__ __forceinline__ char* body_of(const LlMessage* message) {
   return reinterpret_cast<char*>(const_cast<LlMessage*>(message)) + kLlHeadBytes;
 }
+
+// Destinations of a token's message: the inboxes of scale-up ranks, and the staging memory for scale-out ranks.
+struct Receivers {
+  LlMessage* messages[kMaxReceivers];  // in the memory of scale-up ranks, or null
+  LlMessage* staged;                   // or null
+
+  // `rank`: a receiving rank in some lanes, -1 in the others.
+  __device__ __forceinline__ Receivers(const Params& p, u32 epoch, int token, int rank) {
+    const bool scale_out = rank >= 0 && is_scale_out(p, rank), scale_up = rank >= 0 && !scale_out;
+    const u64 theirs = scale_up ? p.peers[rank] + message_offset(epoch, p.rank, token) : 0;
+    u32 left = __ballot_sync(~0u, scale_up);
+#pragma unroll
+    for (LlMessage*& message : messages) {
+      const u64 one = __shfl_sync(~0u, theirs, left ? __ffs(left) - 1 : 0);
+      message = left ? at<LlMessage>(one, 0) : nullptr;
+      left &= left - 1;
+    }
+    staged = __any_sync(~0u, scale_out) ? at<LlMessage>(network_base(p), staged_offset(epoch, token)) : nullptr;
+  }
+
+  template <class Write>
+  __device__ __forceinline__ void each(Write write) const {
+#pragma unroll
+    for (LlMessage* message : messages) {
+      if (message) write(message);
+    }
+    if (kHasScaleOut && staged) write(staged);
+  }
+};

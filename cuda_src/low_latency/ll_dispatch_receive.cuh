@@ -1,4 +1,4 @@
-// The receive half of ll_dispatch. ll_dispatch.cu describes the protocol.
+// The receive half of the low-latency dispatches. ll_dispatch.cu describes the protocol. `Part`: the class of a warp's part of a row.
 #pragma once
 #include "low_latency/ll_dispatch.cuh"
 
@@ -26,23 +26,23 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
   int max_tokens = 0, before = 0;
   for (int first = 0; first < kNumRanks; first += 32) {
     const int source = first + lane_idx();
-    u64 tokens = 0, rows = 0, call_signature = 0, arrival_ns = start;
+    u64 tokens = 0, rows = 0, low = 0, high = 0, arrival_ns = start;
     bool differs = false;
     if (source < kNumRanks && !call.excluded[source]) {
       const LlHeader* header = at<const LlHeader>(inbox_base(p, source), header_offset(call.received, source));
       const bool arrived = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
-        tokens = first_word(p, header, source), rows = ld_relaxed_sys(&header->num_rows),
-        call_signature = ld_relaxed_sys(&header->call_signature);
+        tokens = first_word(p, header, source), rows = ld_relaxed_sys(&header->num_rows);
+        low = ld_relaxed_sys(header->call_signature), high = ld_relaxed_sys(header->call_signature + 1);
         const bool is_whole = static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received &&
-                              static_cast<u32>(call_signature) == call.received;
+                              static_cast<u32>(low) == call.received && static_cast<u32>(high) == call.received;
         if (is_whole && p.wait_stats) arrival_ns = nanoseconds();
         return is_whole;
       });
       if (!kMasksOnTimeout && p.wait_stats && blockIdx.x == 0) add_wait(p, call.received, source, start, arrival_ns);
-      differs = arrived && call_signature >> 32 != p.call_signature;
+      differs = arrived && (high >> 32 << 32 | low >> 32) != p.call_signature;
       ok &= arrived && !differs;
     }
-    if (blockIdx.x == 0) abort_on_difference(p, kPhaseLlCounts, call.received, differs, source, call_signature >> 32);
+    if (blockIdx.x == 0) abort_on_difference(p, kPhaseLlCounts, call.received, differs, source, high >> 32 << 32 | low >> 32);
     const int num_tokens = tokens >> 32, num_rows = rows >> 32;
     __syncwarp();
     const int up_to = sum_to_lane(num_rows);  // rows of these 32 sources up to this one
@@ -87,89 +87,6 @@ __device__ inline bool copy_headers(const Params& p, const Call& call, bool awai
   return ok;
 }
 
-// One warp's part of a row between the inbox and the experts. Each thread loads kAtOnce vectors and a scale at a time. It starts the loads
-// before it knows the destination. With more vectors at a time, the longer code costs calls of few tokens more than it gains in large ones.
-template <int kVecs>
-struct RowPart {
-  static constexpr int kAtOnce = 2;
-  static constexpr bool kScales = kVecs == kHidden / 16;  // FP8 rows have scales
-  static_assert(!kScales || kScalesPerRow * kAtOnce <= kVecs);
-  Vec16* row;
-  u32* scales;
-  int thread, step;
-  Vec16 held[kAtOnce];
-  u32 scale;
-
-  __device__ __forceinline__ RowPart(const LlMessage* message, const WarpGroup& group)
-      : row(reinterpret_cast<Vec16*>(body_of(message))),
-        scales(reinterpret_cast<u32*>(body_of(message) + kHidden)),
-        thread(group.thread(group.block())),
-        step(group.num_threads()) {}
-
-  __device__ __forceinline__ bool exists(int first, int j) const { return first + j * step < kVecs; }
-  __device__ __forceinline__ bool has_scale(int i) const { return kScales && i < kScalesPerRow; }
-
-  // Loads the vectors `first`, `first` + step, ..., and the scale `i`.
-  __device__ __forceinline__ void load(int first, int i) {
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (exists(first, j)) held[j] = ld_relaxed_sys(row + first + j * step);
-    }
-    if (has_scale(i)) scale = ld_relaxed_sys(scales + i);
-  }
-
-  // Loads the first vectors of this thread, or says whether they have arrived.
-  __device__ __forceinline__ void start() { load(thread, thread); }
-  __device__ __forceinline__ bool has_arrived() const { return all_arrived(thread, thread); }
-
-  __device__ __forceinline__ bool all_arrived(int first, int i) const {
-    bool arrived = !has_scale(i) || scale != kEmptySentinel;
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      if (exists(first, j)) arrived &= is_written(held[j]);
-    }
-    return arrived;
-  }
-
-  // Called once the first vectors have arrived, or where to_row is negative in all lanes. `to_row`: in lane k, the output row of the
-  // token's choice k, or negative. False: a wait timed out.
-  __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int to_row) {
-    const u32 choices = __ballot_sync(~0u, to_row >= 0);
-    bool ok = true;
-    for (int first = thread, i = thread; first - lane_idx() < kVecs; first += step * kAtOnce, i += step) {
-      if (first != thread) {
-        load(first, i);
-        ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
-          if (all_arrived(first, i)) return true;
-          load(first, i);
-          return false;
-        });
-      }
-      __syncwarp();
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (exists(first, j)) st_vec(row + first + j * step, empty_vec());
-      }
-      if (has_scale(i)) st_relaxed_sys(scales + i, kEmptySentinel);
-      for (u32 left = choices; left; left &= left - 1) {
-        const u64 to = __shfl_sync(~0u, to_row, __ffs(left) - 1);
-        Vec16* vecs = at<Vec16>(p.recv_x, 0) + to * kVecs;
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if (exists(first, j)) st_vec(vecs + first + j * step, held[j]);
-        }
-        if (!has_scale(i)) continue;
-        if (p.use_ue8m0) {
-          at<u8>(p.recv_scales, 0)[to * kScalesPerRow + i] = scale >> 23;
-        } else {
-          at<u32>(p.recv_scales, 0)[to * kScalesPerRow + i] = scale;
-        }
-      }
-    }
-    return __all_sync(~0u, ok);
-  }
-};
-
 // The state of a block in the receive half.
 struct ReceiveContext {
   const Params& p;
@@ -179,7 +96,7 @@ struct ReceiveContext {
 };
 
 // Receives one warp's part of a token. False: the wait timed out for all ranks.
-template <int kVecs>
+template <class Part>
 __device__ inline bool receive_token(const ReceiveContext& r, int source, int token, const WarpGroup& group) {
   const Params& p = r.p;
   const int lane = lane_idx();
@@ -188,7 +105,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
   const u32* arrival_bitmap = r.arrival_bitmap + source * kLlBitmapWords;
   if (!(arrival_bitmap[token / 32] & bit)) return true;
   const LlMessage* message = at<const LlMessage>(mine, message_offset(epoch, source, token));
-  RowPart<kVecs> row(message, group);
+  Part row(p, message, group);
   bool ok = true, late = false;  // late: the head was missing at the first look
   if (is_scale_out(p, source)) {
     if (p.wait_stats) late = static_cast<u32>(ld_relaxed_sys(at<const u64>(mine, flag_offset(epoch, source, token)))) != epoch;
@@ -223,7 +140,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
     to_row = chosen & ((1u << kExpertSlotBits) - 1);
 #pragma unroll(kNumRanks <= 16 ? kNumRanks : 8)
     for (int s = 0; s < kNumRanks; ++s) to_row += s < source ? r.shared.choices[s * kNumLocalExperts + expert] : 0;
-    to_row = to_row < kCapacity ? expert * kCapacity + to_row : kLlNoRoom;
+    to_row = to_row < p.capacity ? expert * p.capacity + to_row : kLlNoRoom;
   }
   if (row.thread < 32) {  // the first warp of the group
     if (lane == 0) entry->source = source, entry->token = token;
@@ -237,35 +154,29 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
 }
 
 // Receives one warp's part of all tokens. False: the wait timed out for all ranks.
-template <int kVecs>
+template <class Part>
 __device__ inline bool receive_tokens(const ReceiveContext& r, const WarpGroup& group) {
   const Sources& sources = r.shared.sources;
   const int num_items = sources.max_tokens * kNumRanks;
   for (int item = group.first(); item < num_items; item += group.step()) {
     const int source = (item + r.p.rank) % kNumRanks, token = item / kNumRanks;
-    if (token < sources.num_tokens[source] && !receive_token<kVecs>(r, source, token, group)) return false;
+    if (token < sources.num_tokens[source] && !receive_token<Part>(r, source, token, group)) return false;
   }
   return true;
 }
 
-// Fills all results with NaN after a time-out; `num_threads` threads share the work.
-__device__ __noinline__ void poison_rows(const Params& p, u64 thread, u64 num_threads) {
-  constexpr u64 kRows = static_cast<u64>(kNumLocalExperts) * kCapacity;
-  poison(p.recv_x, kRows * kHidden * (p.use_fp8 ? 1 : 2), thread, num_threads);
-  if (p.use_fp8) poison(p.recv_scales, kRows * kScalesPerRow * (p.use_ue8m0 ? 1 : 4), thread, num_threads);
-}
-
 // Writes the counts of the whole call for the host and for combine.
+template <class Rows>
 __device__ inline void publish_counts(const ReceiveContext& r) {
   const Params& p = r.p;
   const int num_entries = r.shared.sources.rows_before[kNumRanks];
   if (threadIdx.x == 0) *at<i32>(p.handle, kLlHandleNumEntries) = num_entries;
-  if (threadIdx.x == 0) count_received(p, num_entries, row_bytes_of(p));
+  if (threadIdx.x == 0) count_received(p, num_entries, Rows::row_bytes(p));
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kLlThreads) {
     int sum = 0;
     for (int s = 0; s < kNumRanks; ++s) sum += r.shared.choices[s * kNumLocalExperts + e];
-    if (sum > kCapacity) report_event(p, &Report::full_expert, static_cast<u64>(e + 1) << 32 | sum);
-    sum = min(sum, kCapacity);
+    if (sum > p.capacity) report_event(p, &Report::full_expert, static_cast<u64>(e + 1) << 32 | sum);
+    sum = min(sum, p.capacity);
     count_expert(p, e, sum);
     at<i32>(p.handle, kLlHandleNumRecvPerExpert)[e] = sum;
     if (p.recv_stats) at<i32>(p.recv_stats, 0)[e] += sum;
@@ -322,8 +233,8 @@ __device__ inline void start_receiving(const Params& p, u64 start, Call& call) {
   }
 }
 
-// Called after start_receiving. kVecs: vectors of a row. False: a wait timed out for all ranks, or a source differs.
-template <int kVecs>
+// Called after start_receiving. False: a wait timed out for all ranks, or a source differs.
+template <class Part>
 __device__ inline bool receive(const Params& p, u64 start, u32* arrival_bitmap, Shared& shared) {
   const Call& call = shared.call;
   const ReceiveContext r{p, shared, arrival_bitmap, start};
@@ -349,6 +260,6 @@ __device__ inline bool receive(const Params& p, u64 start, u32* arrival_bitmap, 
     if (!publishes_counts && static_cast<int>(blockIdx.x) >= num_busy(max_tokens)) return true;
     if (!__syncthreads_and(warp_idx() == 0 || copy(true))) return false;
   }
-  if (publishes_counts) publish_counts(r);
-  return receive_tokens<kVecs>(r, group_of(max_tokens));
+  if (publishes_counts) publish_counts<typename Part::Rows>(r);
+  return receive_tokens<Part>(r, group_of(max_tokens));
 }

@@ -1,9 +1,6 @@
-// The send half of ll_dispatch. ll_dispatch.cu describes the protocol.
+// The send half of the low-latency dispatches. ll_dispatch.cu describes the protocol. `Rows`: ConvertedRows or OpaqueRows.
 #pragma once
 #include "low_latency/ll_dispatch.cuh"
-
-constexpr int kChoiceWarp = kLastWarp, kRowThreads = 32 * kChoiceWarp;
-constexpr int kMaxReceivers = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;
 
 // Reads the experts of all tokens, -1 for none, and counts the choices of each expert. Block 0 keeps the experts for combine. All warps but
 // the first call this; the first warp acquires credits meanwhile.
@@ -19,6 +16,7 @@ __device__ inline void read_expert_table(const Params& p, short* table, i32* cho
 }
 
 // One warp sends the header for one rank. For a scale-out rank, the first word is the signal that the others have arrived.
+template <class Rows>
 __device__ inline void send_header(const Params& p, u32 epoch, int rank, const short* table, const i32* choices) {
   const int lane = lane_idx();
   const bool scale_out = is_scale_out(p, rank);
@@ -26,7 +24,7 @@ __device__ inline void send_header(const Params& p, u32 epoch, int rank, const s
   LlHeader* header = scale_out ? at<LlHeader>(network_base(p), staged) : at<LlHeader>(p.peers[rank], there);
   const u64 num_tokens = tagged_word(p.num_tokens, epoch);
   if (lane == 0 && !scale_out) st_relaxed_sys(&header->num_tokens, num_tokens);
-  if (lane == 0) st_relaxed_sys(&header->call_signature, tagged_word(p.call_signature, epoch));
+  if (lane < 2) st_relaxed_sys(header->call_signature + lane, tagged_word(static_cast<u32>(p.call_signature >> 32 * lane), epoch));
   for (int e = lane; e < kNumLocalExperts; e += 32) {
     st_relaxed_sys(header->num_choices + e, tagged_word(choices[rank * kNumLocalExperts + e], epoch));
   }
@@ -45,87 +43,11 @@ __device__ inline void send_header(const Params& p, u32 epoch, int rank, const s
     if (lane == 0) st_relaxed_sys(header->tokens + first / 32, tagged_word(sent_bits, epoch));
   }
   if (lane == 0) st_relaxed_sys(&header->num_rows, tagged_word(num_rows, epoch));
-  if (lane == 0) count_sent(p, num_rows, row_bytes_of(p));
+  if (lane == 0) count_sent(p, num_rows, Rows::row_bytes(p));
   if (!scale_out) return;
   __syncwarp();
   put(p, rank, there + sizeof(u64), staged + sizeof(u64), sizeof(LlHeader) - sizeof(u64), there, num_tokens);
 }
-
-// Destinations of a token's message: the inboxes of scale-up ranks, and the staging memory for scale-out ranks.
-struct Receivers {
-  LlMessage* messages[kMaxReceivers];  // in the memory of scale-up ranks, or null
-  LlMessage* staged;                   // or null
-
-  // `rank`: a receiving rank in some lanes, -1 in the others.
-  __device__ __forceinline__ Receivers(const Params& p, u32 epoch, int token, int rank) {
-    const bool scale_out = rank >= 0 && is_scale_out(p, rank), scale_up = rank >= 0 && !scale_out;
-    const u64 theirs = scale_up ? p.peers[rank] + message_offset(epoch, p.rank, token) : 0;
-    u32 left = __ballot_sync(~0u, scale_up);
-#pragma unroll
-    for (LlMessage*& message : messages) {
-      const u64 one = __shfl_sync(~0u, theirs, left ? __ffs(left) - 1 : 0);
-      message = left ? at<LlMessage>(one, 0) : nullptr;
-      left &= left - 1;
-    }
-    staged = __any_sync(~0u, scale_out) ? at<LlMessage>(network_base(p), staged_offset(epoch, token)) : nullptr;
-  }
-
-  template <class Write>
-  __device__ __forceinline__ void each(Write write) const {
-#pragma unroll
-    for (LlMessage* message : messages) {
-      if (message) write(message);
-    }
-    if (kHasScaleOut && staged) write(staged);
-  }
-};
-
-// The row of a token. A thread has two vectors at a time. It starts to load the first ones before it knows the receivers.
-struct OutgoingRow {
-  const Params& p;
-  const bool fp8;
-  const Vec16* row;
-  int first = threadIdx.x;  // a vector, or a pair of vectors that becomes one FP8 vector
-  Vec16 held[2] = {};
-
-  __device__ __forceinline__ OutgoingRow(const Params& p, int token)
-      : p(p), fp8(kHasFp8 && p.use_fp8), row(at<const Vec16>(p.x, static_cast<u64>(token) * kHidden * 2)) {
-    load();
-  }
-
-  __device__ __forceinline__ int step() const { return fp8 ? kRowThreads : 2 * kRowThreads; }
-  __device__ __forceinline__ int count() const { return fp8 ? kHidden / 16 : kHidden / 8; }
-
-  __device__ __forceinline__ void load() {
-    if (first < count()) held[0] = ld_streaming(row + (fp8 ? 2 * first : first));
-    const int second = fp8 ? 2 * first + 1 : first + kRowThreads;
-    if (second < kHidden / 8) held[1] = ld_streaming(row + second);
-  }
-
-  __device__ __forceinline__ void send(const Receivers& receivers) {
-    for (;; load()) {
-      const int i = first;
-      if (fp8) {
-        float scale;
-        const Vec16 bytes = to_fp8<kBfloat16>(held, p.round_scale, scale);  // called by all lanes together
-        receivers.each([&](LlMessage* message) {
-          char* body = body_of(message);
-          if (i < count()) st_relaxed_sys(reinterpret_cast<Vec16*>(body) + i, bytes);
-          if (i < count() && i % 8 == 0) st_relaxed_sys(reinterpret_cast<u32*>(body + kHidden) + i / 8, __float_as_uint(scale));
-        });
-      } else {
-        held[0] = avoid_sentinel(held[0]), held[1] = avoid_sentinel(held[1]);
-        receivers.each([&](LlMessage* message) {
-          Vec16* body = reinterpret_cast<Vec16*>(body_of(message));
-          if (i < count()) st_relaxed_sys(body + i, held[0]);
-          if (i + kRowThreads < count()) st_relaxed_sys(body + i + kRowThreads, held[1]);
-        });
-      }
-      first += step();
-      if (first - lane_idx() >= count()) return;
-    }
-  }
-};
 
 // Called by one warp. It counts expert slots over the table, which each block has. No block needs the counts of another one. The warp
 // starts to load the weights first, because the receivers wait for its message. A lane reads four choices of the table at a time.
@@ -163,8 +85,9 @@ __device__ inline void send_choices(const Params& p, u32 epoch, int token, int e
 }
 
 // Called by all warps, each for some of the scale-out ranks, once the message is complete.
+template <class Rows>
 __device__ inline void put_message(const Params& p, u32 epoch, int token, int rank) {
-  const u32 num_bytes = kLlHeadBytes + row_bytes_of(p);
+  const u32 num_bytes = kLlHeadBytes + Rows::body_bytes(p);
   u32 scale_out = __ballot_sync(~0u, rank >= 0 && is_scale_out(p, rank));
   for (int i = 0; scale_out; ++i, scale_out &= scale_out - 1) {
     const int to = __shfl_sync(~0u, rank, __ffs(scale_out) - 1);
@@ -173,6 +96,7 @@ __device__ inline void put_message(const Params& p, u32 epoch, int token, int ra
   }
 }
 
+template <class Rows>
 __device__ inline void send(const Params& p, short* table, Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
   u32* tickets = &progress_of(p)->tickets;
@@ -199,7 +123,7 @@ __device__ inline void send(const Params& p, short* table, Shared& shared) {
     int rank = -1;  // in some lanes, one of the token's receiving ranks
     if (item == 0) {
       for (int r = warp; r < kNumRanks; r += kWarps) {
-        if (!shared.call.excluded[r]) send_header(p, epoch, r, table, shared.choices);
+        if (!shared.call.excluded[r]) send_header<Rows>(p, epoch, r, table, shared.choices);
       }
     } else {
       const int expert = lane < kNumTopk ? table[token * kNumTopk + lane] : -1;
@@ -207,13 +131,13 @@ __device__ inline void send(const Params& p, short* table, Shared& shared) {
         rank = first_choice_of(expert, shared.call.excluded);
         send_choices(p, epoch, token, expert, Receivers(p, epoch, token, rank), table);
       } else {
-        OutgoingRow row(p, token);
+        typename Rows::Outgoing row(p, token);
         rank = first_choice_of(expert, shared.call.excluded);
         row.send(Receivers(p, epoch, token, rank));
       }
     }
     if (threadIdx.x == 0) shared.item[(turn + 1) % 2] = next;
     __syncthreads();
-    if constexpr (kHasScaleOut) put_message(p, epoch, token, rank);
+    if constexpr (kHasScaleOut) put_message<Rows>(p, epoch, token, rank);
   }
 }

@@ -132,7 +132,7 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
 // Called by one warp, with `differs` true in lanes whose source has another call signature. Rows of that source are on their way already,
 // and this rank would misread them. This breaks the Buffer. If two ranks differ, each rank differs from at least one of them, so all ranks
 // detect it.
-__device__ inline void abort_on_difference(const Params& p, u32 phase, u32 epoch, bool differs, int source, u32 theirs, u32 my_serial = 0,
+__device__ inline void abort_on_difference(const Params& p, u32 phase, u32 epoch, bool differs, int source, u64 theirs, u32 my_serial = 0,
                                            u32 their_serial = 0) {
   if (lane_idx() != __ffs(__ballot_sync(~0u, differs)) - 1) return;
   report_difference(p, source, p.call_signature, theirs, my_serial, their_serial);

@@ -82,7 +82,7 @@ class Backend(Protocol):
     ) -> PreparedCalls[LowLatencyDispatchResult, LowLatencyCombineResult]:
         """See `Buffer.prepare_low_latency`."""
 
-    def low_latency_combine_view(self, framework: Framework) -> View:
+    def low_latency_combine_view(self, framework: Framework, capacity: int) -> View:
         """Return the memory of `Buffer.get_low_latency_combine_buffer`."""
 
     def set_mask(self, rank: int, masked: bool) -> None:
@@ -163,7 +163,7 @@ class HandleTables(Protocol):
     def load(self, words: View, num_tokens: int, num_recv_rows: int, layout: str = "token") -> DispatchHandle:
         """Make a handle of such an array. The array has to outlive the calls that get the handle."""
 
-    def load_low_latency(self, words: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
+    def load_low_latency(self, words: View, num_tokens: int, has_weights: bool, capacity: int) -> LowLatencyHandle:
         """Make a handle of the array that a low-latency dispatch wrote. The array has to outlive the call that gets the handle."""
 
     def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
@@ -311,11 +311,22 @@ class LowLatencyDispatchInputs:
     use_ue8m0: bool  # and are sent as their exponents
     recv_stats: View | None
     wait_stats: View | None
+    x_scales: View | None  # of rows that the caller has quantised
+    num_max_tokens: int  # the most tokens of a rank
     into: LowLatencyMemory | None = None  # where the results shall lie, if the caller says so
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether rows travel as they are, with the caller's scales."""
+        return self.x.dtype != "bfloat16"
 
     def signature(self, x: str, x_scales: str | None) -> Signature:
         """Return what all ranks must agree on. Arguments: the dtypes of rows and scales on the way."""
-        return Signature("low_latency_dispatch", x, self.topk_idx.dtype, _dtype(self.topk_weights), x_scales, self.round_scale)
+        idx, weights, scales = self.topk_idx.dtype, _dtype(self.topk_weights), self.x_scales
+        sizes = (self.x.row_bytes, scales.row_bytes if scales else 0) if self.is_opaque else (0, 0)  # 0: the call's own forms
+        return Signature(
+            "low_latency_dispatch", x, idx, weights, x_scales, self.round_scale, False, "row", *sizes, self.num_max_tokens
+        )
 
 
 @dataclass(slots=True)

@@ -347,18 +347,27 @@ def low_latency_dispatch_inputs(
     use_ue8m0: bool,
     recv_stats: Any,
     wait_stats: Any,
+    x_scales: Any = None,
+    num_max_tokens: int | None = None,
 ) -> LowLatencyDispatchInputs:
     """Check the arguments of `Buffer.low_latency_dispatch`. Its docstring names the rules."""
     config = info.config
     use_fp8, round_scale, use_ue8m0 = form_of_dispatch(info, use_fp8, round_scale, use_ue8m0)
-    rows = as_view(info, x, "x", stream)
-    if len(rows.shape) != 2 or rows.shape[1] != config.hidden or rows.dtype != "bfloat16":
+    rows, scales = as_view(info, x, "x", stream), None
+    if rows.dtype != "bfloat16" or x_scales is not None:
+        scales = _opaque_rows(info, stream, rows, x_scales, use_fp8)
+    elif len(rows.shape) != 2 or rows.shape[1] != config.hidden:
         raise EPInputError(
             f"x.dtype={rows.dtype}, x.shape={list(rows.shape)}; expected bfloat16 [num_tokens, {config.hidden}]. Convert x"
         )
     check_start(rows, "x")
-    check_tokens(info, rows)
     num_tokens = rows.shape[0]
+    most = max_tokens_of(info, num_max_tokens)
+    check_tokens(info, rows)
+    if num_tokens > most:
+        raise EPInputError(
+            f"num_max_tokens={most}; expected at least {num_tokens}, the tokens of this rank. Pass the most of all ranks"
+        )
     idx = as_view(info, topk_idx, "topk_idx", stream, (num_tokens, config.num_topk), ("int32", "int64"))
     weights = recv = waits = None
     if topk_weights is not None:
@@ -369,7 +378,48 @@ def low_latency_dispatch_inputs(
     if wait_stats is not None:
         waits = as_view(info, wait_stats, "wait_recv_cost_stats", stream, (config.num_ranks,), ("int64",))
         check_writable(info, waits, wait_stats, "wait_recv_cost_stats")
-    return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale, use_ue8m0, recv, waits)
+    return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale, use_ue8m0, recv, waits, scales, most)
+
+
+def max_tokens_of(info: BufferInfo, num_max_tokens: int | None) -> int:
+    """Return the most tokens of a rank in a low-latency dispatch. All ranks give the same."""
+    most = info.config.num_max_tokens_per_rank
+    if num_max_tokens is None:
+        return most
+    remedy = "The largest is num_max_tokens_per_rank of the Buffer; None means that."
+    return whole_number(num_max_tokens, "num_max_tokens", 1, most, remedy=remedy)
+
+
+def _opaque_rows(info: BufferInfo, stream: int | None, rows: View, x_scales: Any, use_fp8: bool) -> View | None:
+    """Check rows that travel as they are. Return their scales."""
+    hidden, given = info.config.hidden, f"x.dtype={rows.dtype}, x.shape={list(rows.shape)}"
+    is_bytes = rows.dtype in _PACKED_DTYPES
+    if len(rows.shape) != 2 or rows.dtype == "bfloat16" or not (is_bytes or rows.shape[1] == hidden):
+        with_scales = " without x_scales" if rows.dtype == "bfloat16" else ""
+        raise EPInputError(
+            f"{given}; expected [num_tokens, {hidden}] of bfloat16{with_scales}, or quantised rows: [num_tokens, {hidden}] of a type of 1 "
+            f"byte, or [num_tokens, any width] of uint8. Convert x"
+        )
+    if use_fp8:
+        raise EPInputError(
+            f"{given} with use_fp8=True; expected bfloat16, which the call converts. Pass use_fp8=False: quantised rows travel as they are"
+        )
+    scales = None
+    if x_scales is not None:
+        scales = as_view(info, x_scales, "x_scales", stream)
+        if len(scales.shape) != 2 or scales.shape[0] != rows.shape[0]:
+            raise EPInputError(
+                f"x_scales.shape={list(scales.shape)}; expected [{rows.shape[0]}, scales of a row]. Pass one row of scales for each token"
+            )
+    scale_bytes = scales.row_bytes if scales else 0
+    if rows.row_bytes % ROW_ALIGNMENT or not rows.row_bytes:
+        raise EPInputError(f"x has {rows.row_bytes} bytes a row; expected a multiple of {ROW_ALIGNMENT}. Pad the rows")
+    if not info.config.fits_low_latency_message(rows.row_bytes, scale_bytes):
+        raise EPInputError(
+            f"x has {rows.row_bytes} bytes a row and x_scales {scale_bytes}; expected at most {2 * hidden} together, with 4 more for each "
+            f"512, because messages have room for a row of bfloat16. Make a Buffer with a larger hidden, or send less"
+        )
+    return scales
 
 
 def form_of_dispatch(info: BufferInfo, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> tuple[bool, bool, bool]:
@@ -400,7 +450,7 @@ def low_latency_combine_inputs(
     config = info.config
     reduce_early, compress = form_of_combine(info, allow_multiple_reduction, reduce, compress)
     check_low_latency_handle(info, handle)
-    rows = expert_rows(info, stream, y)
+    rows = expert_rows(info, stream, y, handle.capacity)
     idx = as_view(info, topk_idx, "topk_idx", stream, (handle.num_tokens, config.num_topk), ("int32", "int64"))
     weights = as_view(info, topk_weights, "topk_weights", stream, (handle.num_tokens, config.num_topk), ("float32",))
     into = None
@@ -425,10 +475,10 @@ def form_of_combine(
     return reduce_early, compress
 
 
-def expert_rows(info: BufferInfo, stream: int | None, y: Any) -> View:
-    """Check the experts' rows of a combine."""
+def expert_rows(info: BufferInfo, stream: int | None, y: Any, capacity: int) -> View:
+    """Check the experts' rows of a combine. `capacity` is the handle's."""
     config = info.config
-    rows = as_view(info, y, "y", stream, (config.num_local_experts, config.worst_recv_tokens, config.hidden), ("bfloat16",))
+    rows = as_view(info, y, "y", stream, (config.num_local_experts, capacity, config.hidden), ("bfloat16",))
     check_start(rows, "y")
     return rows
 

@@ -47,11 +47,11 @@ class OverflowLog:
             f"dispatch received {num_recv} rows; num_worst_tokens={room}. The last {num_recv - room} were dropped. Raise num_worst_tokens"
         )
 
-    def warn_of_expert(self, expert: int, num_recv: int, room: int) -> None:
+    def warn_of_expert(self, expert: int, num_recv: int) -> None:
         """Warn that a low-latency dispatch received more rows for a local expert than fit."""
         self._warn(
-            f"low_latency_dispatch received {num_recv} rows for local expert {expert}; room for {room} (num_ranks * "
-            f"num_max_tokens_per_rank). The last {num_recv - room} were dropped, because tokens named the expert repeatedly"
+            f"low_latency_dispatch received {num_recv} rows for local expert {expert}, which has room for num_ranks * num_max_tokens. The "
+            f"last ones were dropped, because tokens named the expert repeatedly"
         )
 
     def _warn(self, text: str) -> None:

@@ -36,11 +36,12 @@ _FIELDS: tuple[tuple[str, Sequence[Any]], ...] = (  # name, and its values; the 
     ("zero_padding", (False, True)),
     ("scales_layout", ("row", "column")),
     ("bytes of a row of x", range(0, MAX_ROW_BYTES + 1, ROW_ALIGNMENT)),
-    ("bytes of a row of x_scales", range(0, MAX_ROW_BYTES // NUMBERS_PER_SCALE_BYTE + 1, 4)),
+    ("bytes of a row of x_scales", range(MAX_ROW_BYTES // NUMBERS_PER_SCALE_BYTE + 1)),
     ("expert_alignment", range(1, MAX_ALIGNMENT + 1)),
 )
 _HANDLE = "handle (number of its dispatch)"
 _STEP = "step (a rank did not end its last call)"
+_MAX_TOKENS = "num_max_tokens"
 _REMEDIES = {  # by field, if it is no array or argument
     "kind": "Make the same calls in the same order on every rank",
     _HANDLE: "Pass the handle of the same dispatch on every rank",
@@ -51,7 +52,7 @@ _BITS = tuple((len(values) - 1).bit_length() for _, values in _FIELDS)
 
 
 class Signature(NamedTuple):
-    """What all ranks must give the same in a call. Low-latency kernels compare 32 bits, so their calls do not set the last three."""
+    """What all ranks must give the same in a call. The kernels of low-latency combines compare 32 bits: they do not set the last two."""
 
     kind: str
     x: str
@@ -64,7 +65,8 @@ class Signature(NamedTuple):
     row_bytes: int = 0
     scale_bytes: int = 0
     alignment_or_step: int = 1
-    """The `expert_alignment` of a dispatch. If a combine takes several launches, the number of the launch, from 1."""
+    """The `expert_alignment` of a dispatch, or `num_max_tokens` of a low-latency dispatch. If a combine takes several launches, the number
+    of the launch, from 1."""
 
 
 def dispatch_kind(layout: str, has_handle: bool) -> str:
@@ -126,8 +128,8 @@ def describe_mismatch(signatures: Mapping[int, Sequence[int]]) -> str | None:
         numbers = {rank: int(signature[i]) for rank, signature in signatures.items()}
         if len(set(numbers.values())) > 1:
             call = CALL_KINDS[next(iter(signatures.values()))[0]]  # the same on all ranks, unless it is what differs
-            if name == "expert_alignment" and call.startswith("combine"):
-                name = _STEP
+            if name == "expert_alignment" and not call.startswith("dispatch"):
+                name = _STEP if call.startswith("combine") else _MAX_TOKENS
             listed = ", ".join(f"rank {rank}: {values[number] if values else number}" for rank, number in numbers.items())
             is_cast = name in ("x", "x_scales") and _may_be_cast(signatures)
             when = ", after use_fp8 and use_ue8m0 have taken effect" if is_cast else ""

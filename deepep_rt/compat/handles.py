@@ -35,7 +35,7 @@ def expert_tables(buffer: Buffer, handle: LowLatencyHandle) -> tuple[torch.Tenso
     is_filled = torch.arange(len(words), device=words.device) < num_entries
     rows = torch.where(is_filled[:, None], words[:, entries.rows], -1)
     source, token = (words[:, column].repeat_interleave(rows.shape[1]) for column in (entries.source, entries.token))
-    sizes = config.num_local_experts, config.worst_recv_tokens, config.num_ranks
+    sizes = config.num_local_experts, handle.capacity, config.num_ranks
     return _tables(rows.flatten().long(), source.long(), token, *sizes)
 
 

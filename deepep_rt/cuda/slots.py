@@ -25,7 +25,7 @@ class Slots:
     """
 
     def __init__(self, num_bytes: int, count: int, heap: LocalHeap | None = None) -> None:
-        self._num_bytes, self._heap = num_bytes, heap
+        self.num_bytes, self._heap = num_bytes, heap
         self._memory = [self._allocate() for _ in range(count)]
         self._free: deque[tuple[int, PendingWork]] = deque((ptr, ()) for ptr in self._memory)
         self._most_held = self._num_usual = count  # slots that the program has held at once, and slots that captures do not have
@@ -69,7 +69,7 @@ class Slots:
         return self._free.popleft()
 
     def _allocate(self) -> int:
-        return driver.allocate(self._num_bytes) if self._heap is None else self._heap.allocate(self._num_bytes)
+        return driver.allocate(self.num_bytes) if self._heap is None else self._heap.allocate(self.num_bytes)
 
     def _grow(self) -> tuple[int, PendingWork]:
         ptr = self._allocate()
@@ -79,7 +79,7 @@ class Slots:
 
     def _acquire_in_capture(self, stream: int, reader: int | None, graph: CapturedGraph) -> Slot:
         if self._captured is None:
-            self._captured = Slots(self._num_bytes, 0)
+            self._captured = Slots(self.num_bytes, 0)
         captured = self._captured
         free = captured._free or self._free
         if free is self._free:
@@ -99,7 +99,7 @@ class Slots:
     def in_use(self) -> list[tuple[int, int]]:
         """Return the slots that the program or a captured graph holds: the address and the bytes of each."""
         free = {ptr for ptr, _ in self._free}
-        return [(ptr, self._num_bytes) for ptr in self._memory if ptr not in free]
+        return [(ptr, self.num_bytes) for ptr in self._memory if ptr not in free]
 
     def destroy(self) -> None:
         if self._heap is None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .._checks import argument_error
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import View
-from ..backends.base import LowLatencyMemory
+from ..backends.base import LowLatencyDispatchInputs, LowLatencyMemory
 from ..backends.inputs import low_latency_combine_inputs, low_latency_dispatch_inputs
 from ..buffer import Buffer, backend_of, check_buffer, info_of, low_latency_dispatch_into
 from ..errors import EPInputError
@@ -26,7 +26,11 @@ from .callbacks import Combined, call
 from .device import check_threads
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["tables", "token"], meta_fields=["num_tokens", "has_weights", "buffer"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tables", "token"],
+    meta_fields=["num_tokens", "has_weights", "capacity", "buffer"],
+)
 @dataclass(frozen=True)
 class LowLatencyHandle:
     """The routing of a `low_latency_dispatch`, for its `low_latency_combine`: a pytree of arrays."""
@@ -39,6 +43,8 @@ class LowLatencyHandle:
     """Tokens that this rank dispatched."""
     has_weights: bool
     """Whether `topk_weights` travelled with the rows."""
+    capacity: int
+    """Rows for which each expert has room."""
     buffer: int
     """Number of the Buffer in this process."""
 
@@ -47,9 +53,9 @@ class LowLatencyDispatched(NamedTuple):
     """The rows that arrived at this rank, expert by expert, as in `LowLatencyDispatchResult`."""
 
     recv_x: jax.Array
-    """Rows, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16 or float8_e4m3fn."""
+    """Rows, `[num_local_experts, num_ranks * num_max_tokens, hidden]` bfloat16 or float8_e4m3fn; or as wide as `x`, and of its dtype."""
     recv_x_scales: jax.Array | None
-    """Scales, `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden // 128]` float32, or uint8 exponents; None without FP8."""
+    """Scales, `[num_local_experts, num_ranks * num_max_tokens, hidden // 128]` float32, or uint8 exponents; or those that came. Or None."""
     num_recv_tokens_per_expert: jax.Array
     """Rows of each local expert, `[num_local_experts]` int32."""
     handle: LowLatencyHandle
@@ -64,6 +70,8 @@ def low_latency_dispatch(
     use_fp8: bool = True,
     round_scale: bool = False,
     use_ue8m0: bool = False,
+    x_scales: jax.Array | None = None,
+    num_max_tokens: int | None = None,
     after: jax.Array | None = None,
 ) -> LowLatencyDispatched:
     """Call `Buffer.low_latency_dispatch` in a compiled function. For decoding: it has no gradient.
@@ -79,6 +87,8 @@ def low_latency_dispatch(
         use_fp8: See there. If a rank's GPU has no FP8 (before sm_89), the call raises EPUnavailableError.
         round_scale: See there.
         use_ue8m0: See there.
+        x_scales: See there.
+        num_max_tokens: See there.
         after: The `token` of an earlier call. All ranks make this call after that one.
 
     Returns:
@@ -96,14 +106,14 @@ def low_latency_dispatch(
     check_threads(buffer)
     backend_of(buffer, low_latency=True)
     x, topk_idx = tokens_and_indices(x, topk_idx)
-    weights = [] if topk_weights is None else [as_array(topk_weights, "topk_weights")]
-    given = zip((x, topk_idx, *weights), ("x", "topk_idx", "topk_weights"), strict=False)
-    views = [traced_view(buffer, array, name) for array, name in given]
-    inputs = low_latency_dispatch_inputs(
-        info_of(buffer), None, views[0], views[1], views[2] if weights else None, use_fp8, round_scale, use_ue8m0, None, None
-    )
-    formats = (inputs.use_fp8, inputs.round_scale, inputs.use_ue8m0)
-    return _without_gradient(partial(_dispatch, buffer, formats), x, topk_idx, weights, token_of(after))
+    given = {"x": x, "topk_idx": topk_idx}
+    for name, array in (("topk_weights", topk_weights), ("x_scales", x_scales)):
+        if array is not None:
+            given[name] = as_array(array, name)
+    views = {name: traced_view(buffer, array, name) for name, array in given.items()}
+    inputs = _inputs(buffer, None, views, use_fp8, round_scale, use_ue8m0, num_max_tokens)
+    form = (inputs.use_fp8, inputs.round_scale, inputs.use_ue8m0, inputs.num_max_tokens)
+    return _without_gradient(partial(_dispatch, buffer, tuple(given), form), *given.values(), token_of(after))
 
 
 def low_latency_combine(
@@ -142,38 +152,52 @@ def low_latency_combine(
     if not isinstance(handle, LowLatencyHandle):
         raise argument_error(handle, "handle", "the .handle of deepep_rt.jax.low_latency_dispatch", "Pass it as it is.")
     given = [as_array(x, "x"), as_int32(topk_idx), as_array(topk_weights, "topk_weights")]
-    known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, NO_FRAMEWORK)
+    known = _Handle(handle.num_tokens, handle.buffer, None, handle.has_weights, NO_FRAMEWORK, handle.capacity)
     y, idx, weights = (traced_view(buffer, *pair) for pair in zip(given, ("x", "topk_idx", "topk_weights"), strict=True))
     low_latency_combine_inputs(info_of(buffer), None, y, idx, weights, known, allow_multiple_reduction, None, None, compress)
-    sizes = (handle.num_tokens, handle.has_weights, allow_multiple_reduction, compress)
+    sizes = (handle.num_tokens, handle.has_weights, handle.capacity, allow_multiple_reduction, compress)
     return _without_gradient(
         partial(_combine, buffer, sizes), handle.tables, *given, token_of(handle.token if after is None else after)
     )
 
 
-def _dispatch(
+def _inputs(
     buffer: Buffer,
-    formats: tuple[bool, bool, bool],
-    x: jax.Array,
-    topk_idx: jax.Array,
-    weights: list[jax.Array],
-    after: jax.Array,
+    stream: int | None,
+    views: dict[str, View],
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    most: int | None,
+) -> LowLatencyDispatchInputs:
+    """Check the arguments of a dispatch. `views`: its arrays by name."""
+    x, idx, weights, scales = (views.get(name) for name in ("x", "topk_idx", "topk_weights", "x_scales"))
+    form = (use_fp8, round_scale, use_ue8m0)
+    return low_latency_dispatch_inputs(info_of(buffer), stream, x, idx, weights, *form, None, None, scales, most)
+
+
+def _dispatch(
+    buffer: Buffer, names: tuple[str, ...], form: tuple[bool, bool, bool, int], *arrays: jax.Array
 ) -> LowLatencyDispatched:
-    config, (use_fp8, _, use_ue8m0) = buffer.config, formats
+    *given, after = arrays
+    config, (use_fp8, _, use_ue8m0, most) = buffer.config, form
     tables = backend_of(buffer).tables
-    rows = (config.num_local_experts, config.worst_recv_tokens)
+    x, capacity = given[0], config.num_ranks * most
+    rows = (config.num_local_experts, capacity)
     words = tables.num_low_latency_words
-    shapes: list[Any] = [((*rows, config.hidden), jnp.float8_e4m3fn if use_fp8 else jnp.bfloat16), ((words,), jnp.int32)]
+    shapes: list[Any] = [((*rows, x.shape[1]), jnp.float8_e4m3fn if use_fp8 else x.dtype), ((words,), jnp.int32)]
     if use_fp8:
         shapes.append(((*rows, config.hidden // FP8_GROUP), jnp.uint8 if use_ue8m0 else jnp.float32))
-    given = [x, topk_idx, *weights]
-    token, recv_x, table, *scales = call(buffer, _run_dispatch, formats, [after], given, shapes, may_be_captured=True)
+    elif "x_scales" in names:
+        scales = given[names.index("x_scales")]
+        shapes.append(((*rows, scales.shape[1]), scales.dtype))
+    token, recv_x, table, *scales = call(buffer, _run_dispatch, (names, form), [after], given, shapes, may_be_captured=True)
     counts = table[tables.low_latency_counts]
-    handle = LowLatencyHandle(table, token, x.shape[0], bool(weights), info_of(buffer).serial)
+    handle = LowLatencyHandle(table, token, x.shape[0], "topk_weights" in names, capacity, info_of(buffer).serial)
     return LowLatencyDispatched(recv_x, scales[0] if scales else None, counts, handle)
 
 
-def _combine(buffer: Buffer, sizes: tuple[int, bool, bool, str | None], *arrays: jax.Array) -> Combined:
+def _combine(buffer: Buffer, sizes: tuple[int, bool, int, bool, str | None], *arrays: jax.Array) -> Combined:
     *given, after = arrays
     shapes = [((sizes[0], buffer.config.hidden), jnp.bfloat16)]
     token, out = call(buffer, _run_combine, sizes, [after], given, shapes, may_be_captured=True)
@@ -185,19 +209,16 @@ def _run_dispatch(
     stream: int | None,
     arguments: list[View],
     results: list[View],
-    use_fp8: bool,
-    round_scale: bool,
-    use_ue8m0: bool,
+    names: tuple[str, ...],
+    form: tuple[bool, bool, bool, int],
 ) -> None:
-    x, idx, *weights = arguments
     recv_x, table, *scales = results
     backend = backend_of(buffer, low_latency=True)
-    given = x, idx, weights[0] if weights else None
     with backend.call_lock:
         backend.call_lock.progress.name = "low_latency_dispatch"
-        inputs = low_latency_dispatch_inputs(info_of(buffer), stream, *given, use_fp8, round_scale, use_ue8m0, None, None)
+        inputs = _inputs(buffer, stream, dict(zip(names, arguments, strict=True)), *form)
         inputs.into = LowLatencyMemory(recv_x, scales[0] if scales else None, table)
-        low_latency_dispatch_into(buffer, backend, inputs, backend.begin(x, False, None, stream))
+        low_latency_dispatch_into(buffer, backend, inputs, backend.begin(arguments[0], False, None, stream))
 
 
 def _run_combine(
@@ -207,11 +228,12 @@ def _run_combine(
     results: list[View],
     num_tokens: int,
     has_weights: bool,
+    capacity: int,
     reduce_early: bool,
     compress: str | None,
 ) -> None:
     table, y, idx, weights = arguments
-    handle = backend_of(buffer).tables.load_low_latency(table, num_tokens, has_weights)
+    handle = backend_of(buffer).tables.load_low_latency(table, num_tokens, has_weights, capacity)
     buffer.low_latency_combine(
         *(y, idx, weights, handle), allow_multiple_reduction=reduce_early, compress=compress, out=results[0], stream=stream
     )

@@ -21,6 +21,7 @@ _CALL_KINDS = {
     "combine": CALL_KINDS.index("combine"),
     "combine_choices": CALL_KINDS.index("combine"),
     "ll_dispatch": CALL_KINDS.index("low_latency_dispatch"),
+    "ll_dispatch_opaque": CALL_KINDS.index("low_latency_dispatch"),
     "ll_combine": CALL_KINDS.index("low_latency_combine"),
     "ll_combine_large": CALL_KINDS.index("low_latency_combine"),
 }
@@ -338,12 +339,44 @@ _COMBINE_NODES = (
 """
 )
 
+_LOW_LATENCY_DISPATCH = (
+    _COMMON
+    + """
+    i32 phases;             // 1: send, 2: receive, 3: both
+    i32 num_tokens;
+    u64 x;                  // [num_tokens, row]
+    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
+    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
+    u64 handle;             // out
+    u64 recv_x;             // [kNumLocalExperts, capacity, row]
+    u64 recv_scales;        // [kNumLocalExperts, capacity, scales]
+    u64 recv_stats;         // [kNumLocalExperts] int32, or 0: added to
+    u64 wait_stats;         // [kNumRanks] int64, or 0: added to
+    i32 capacity;           // rows of an expert, at most kNumRanks * kNumMaxTokens
+    i32 idx_bytes;
+    i32 check;              // report expert numbers out of range
+    u64 call_signature;     // all ranks must agree on it
+"""
+)
+
+_CONVERTED_ROWS = """
+    i32 use_fp8;            // x has kHidden bfloat16. They become FP8, with kHidden / 128 scales
+    i32 round_scale;
+    i32 use_ue8m0;          // the scales are u8, not float32
+"""
+
+_OPAQUE_ROWS = """
+    u64 x_scales;           // [num_tokens, scale_bytes]
+    i32 row_bytes;          // of x; a multiple of 16
+    i32 scale_bytes;
+"""
+
 _LOW_LATENCY_COMBINE = (
     _COMMON
     + """
     i32 phases;
     i32 num_tokens;
-    u64 y;                  // [kNumLocalExperts, kNumRanks * kNumMaxTokens, kHidden] bfloat16
+    u64 y;                  // [kNumLocalExperts, capacity of the dispatch, kHidden] bfloat16
     u64 topk_idx;
     u64 topk_weights;
     u64 handle;
@@ -484,33 +517,18 @@ KERNELS: dict[str, Kernel] = {
             over_nodes=True,
             max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),
-        Kernel(
-            "ll_dispatch",
-            _COMMON
-            + """
-    i32 phases;             // 1: send, 2: receive, 3: both
-    i32 num_tokens;
-    u64 x;                  // [num_tokens, kHidden] bfloat16
-    u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
-    u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
-    u64 handle;             // out
-    u64 recv_x;             // [kNumLocalExperts, kNumRanks * kNumMaxTokens, kHidden]
-    u64 recv_scales;        // [..., kHidden / 128] float32, or u8 (use_ue8m0)
-    u64 recv_stats;         // [kNumLocalExperts] int32, or 0: added to
-    u64 wait_stats;         // [kNumRanks] int64, or 0: added to
-    i32 idx_bytes;
-    i32 use_fp8;
-    i32 round_scale;
-    i32 use_ue8m0;
-    i32 check;              // report expert numbers out of range
-    u32 call_signature;     // all ranks must agree on it
-""",
-            folder="low_latency",
-            threads="kLlThreads",
-            shared="kLlTableBytes",
-            low_latency=True,
-            overlaps=True,
-            max_stack_bytes=8,  # arguments of NVSHMEM's functions
+        *(
+            Kernel(
+                name,
+                _LOW_LATENCY_DISPATCH + form,
+                folder="low_latency",
+                threads="kLlThreads",
+                shared="kLlTableBytes",
+                low_latency=True,
+                overlaps=True,
+                max_stack_bytes=8,  # arguments of NVSHMEM's functions
+            )
+            for name, form in (("ll_dispatch", _CONVERTED_ROWS), ("ll_dispatch_opaque", _OPAQUE_ROWS))
         ),
         *(
             Kernel(

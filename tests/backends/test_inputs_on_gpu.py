@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -20,7 +21,7 @@ from deepep_rt.results import DispatchHandle, LowLatencyHandle
 
 TOKENS, HIDDEN, TOPK, EXPERTS, RANKS, STREAM = 6, 256, 4, 8, 2, 77
 CONFIG = Config(RANKS, num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=TOPK, num_experts=EXPERTS, dtype="float32")
-SITE = BufferInfo(5, CONFIG, 0)
+SITE, CAPACITY = BufferInfo(5, CONFIG, 0), CONFIG.worst_recv_tokens
 PLACE = 1 << 20
 
 
@@ -102,7 +103,7 @@ def check(call: str, info: BufferInfo = SITE, **changed: Any) -> Any:
         x, idx, weights, *stats = given.values()
         return inputs.low_latency_dispatch_inputs(info, STREAM, x, idx, weights, False, False, False, *stats)
     y, idx, weights, out = given.values()
-    own = LowLatencyHandle(TOKENS, info.serial, None, True, Framework())
+    own = LowLatencyHandle(TOKENS, info.serial, None, True, Framework(), CAPACITY)
     return inputs.low_latency_combine_inputs(info, STREAM, y, idx, weights, own, True, out)
 
 
@@ -187,7 +188,7 @@ def test_out_may_touch_y(place: int) -> None:
     assert check("low_latency_combine", out=moved(OUT, ptr=place)).out.ptr == place
 
 
-ANY_BYTES = [("dispatch", "x"), ("dispatch", "x_scales")]
+ANY_BYTES = [("dispatch", "x"), ("dispatch", "x_scales"), ("low_latency_dispatch", "x")]
 
 
 @pytest.mark.parametrize(
@@ -273,6 +274,72 @@ def test_formats_that_exclude_each_other() -> None:
     assert inputs.low_latency_dispatch_inputs(odd, STREAM, x, given["topk_idx"], None, False, False, False, None, None)
 
 
+QUANTISED = {  # x, x_scales, use_fp8, and words of the error
+    "FP8": ("float8_e4m3fn", HIDDEN, ("float32", 2), False, ""),
+    "MXFP4": ("uint8", HIDDEN // 2, ("uint8", 8), False, ""),
+    "bytes of any width": ("uint8", 48, None, False, ""),
+    "the most bytes": ("int8", 496, None, False, ""),
+    "too many bytes": ("uint8", 512, None, False, "x has 512 bytes a row and x_scales 0; expected at most 512 together"),
+    "too many scales": ("uint8", HIDDEN, ("float32", 64), False, "x has 256 bytes a row and x_scales 256; expected at most 512"),
+    "no whole vectors": ("uint8", 40, None, False, "x has 40 bytes a row; expected a multiple of 16. Pad the rows"),
+    "no bytes": ("uint8", 0, None, False, "x has 0 bytes a row; expected a multiple of 16"),
+    "FP8 of another width": ("float8_e4m3fn", 128, None, False, "quantised rows: [num_tokens, 256] of a type of 1 byte, or"),
+    "rows of 4 bytes": ("float32", HIDDEN, None, False, "x has 1024 bytes a row and x_scales 0; expected at most 512"),
+    "scales of bfloat16": ("bfloat16", HIDDEN, ("float32", 2), False, "expected [num_tokens, 256] of bfloat16 without x_scales"),
+    "quantised twice": (
+        "float8_e4m3fn",
+        HIDDEN,
+        ("float32", 2),
+        True,
+        "with use_fp8=True; expected bfloat16, which the call converts",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_rows_that_the_program_has_quantised(kind: str) -> None:
+    dtype, width, scales, use_fp8, wrong = QUANTISED[kind]
+    given = dict(x=Array(dtype, (TOKENS, width)), topk_idx=ARGUMENTS["low_latency_dispatch"]["topk_idx"])
+    more = None if scales is None else Array(scales[0], (TOKENS, scales[1]), PLACE + 4)
+
+    def checked() -> Any:
+        form = (use_fp8, False, False)
+        return inputs.low_latency_dispatch_inputs(SITE, STREAM, *given.values(), None, *form, None, None, more)
+
+    if wrong:
+        with pytest.raises(EPInputError) as found:
+            checked()
+        assert wrong in str(found.value)
+        return
+    made = checked()
+    assert made.is_opaque
+    assert (made.x.dtype, made.x_scales and made.x_scales.dtype) == (dtype, scales and scales[0])
+
+
+@pytest.mark.parametrize("shape", [(TOKENS + 1, 2), (TOKENS,), (2, TOKENS, 1)])
+def test_each_token_has_scales(shape: tuple[int, ...]) -> None:
+    x, idx = Array("uint8", (TOKENS, HIDDEN)), ARGUMENTS["low_latency_dispatch"]["topk_idx"]
+    flags = (False, False, False)
+    with pytest.raises(
+        EPInputError, match=rf"^x_scales.shape={re.escape(str(list(shape)))}; expected \[{TOKENS}, scales of a row\]"
+    ):
+        inputs.low_latency_dispatch_inputs(SITE, STREAM, x, idx, None, *flags, None, None, Array("float32", shape))
+
+
+def test_num_max_tokens_holds_the_tokens() -> None:
+    given = ARGUMENTS["low_latency_dispatch"]
+
+    def checked(most: Any) -> Any:
+        arrays, flags = (given["x"], given["topk_idx"], None), (False, False, False)
+        return inputs.low_latency_dispatch_inputs(SITE, STREAM, *arrays, *flags, None, None, None, most)
+
+    assert [checked(most).num_max_tokens for most in (None, TOKENS, 8)] == [8, TOKENS, 8]
+    with pytest.raises(EPInputError, match=r"^num_max_tokens=5; expected at least 6, the tokens of this rank"):
+        checked(5)
+    with pytest.raises(EPInputError, match=r"^num_max_tokens=9; expected .* 1 to 8"):
+        checked(9)
+
+
 @pytest.mark.parametrize("multiple", [True, False])
 def test_checked_arguments_keep_their_names(multiple: bool) -> None:
     """No argument takes the place of another."""
@@ -286,7 +353,7 @@ def test_checked_arguments_keep_their_names(multiple: bool) -> None:
     quick = check("low_latency_dispatch")
     found = quick.x, quick.topk_idx, quick.topk_weights, quick.recv_stats, quick.wait_stats
     assert [view.owner for view in found] == list(given.values())
-    own = LowLatencyHandle(TOKENS, SITE.serial, None, True, Framework())
+    own = LowLatencyHandle(TOKENS, SITE.serial, None, True, Framework(), CAPACITY)
     y, idx, weights, out = ARGUMENTS["low_latency_combine"].values()
     back = inputs.low_latency_combine_inputs(SITE, STREAM, y, idx, weights, own, multiple, out)
     assert [view.owner for view in (back.y, back.topk_idx, back.topk_weights, back.out)] == [y, idx, weights, out]  # type: ignore[union-attr]
@@ -296,7 +363,7 @@ def test_checked_arguments_keep_their_names(multiple: bool) -> None:
 def test_handles_are_of_the_right_kind_and_buffer() -> None:
     check_any: Callable[..., Any] = inputs.combine_inputs
     x, plain = ARGUMENTS["combine"]["x"], DispatchHandle(TOKENS, 20, None, SITE.serial + 1, None, {})
-    quick = LowLatencyHandle(TOKENS, SITE.serial + 1, None, True, Framework())
+    quick = LowLatencyHandle(TOKENS, SITE.serial + 1, None, True, Framework(), CAPACITY)
     with pytest.raises(EPInputError, match=r"handle=<LowLatencyHandle>; expected the \.handle of a DispatchResult"):
         check_any(SITE, STREAM, x, quick, None, None)
     with pytest.raises(EPInputError, match="handle is of another Buffer; expected one of this Buffer's dispatch"):
@@ -314,7 +381,7 @@ def test_flags_are_named() -> None:
         flags[number] = "yes"
         with pytest.raises(EPInputError, match=rf"^{name}='yes'; expected"):
             inputs.low_latency_dispatch_inputs(SITE, STREAM, given["x"], given["topk_idx"], None, *flags, None, None)
-    own = LowLatencyHandle(TOKENS, SITE.serial, None, True, Framework())
+    own = LowLatencyHandle(TOKENS, SITE.serial, None, True, Framework(), CAPACITY)
     arrays = quick["y"], quick["topk_idx"], quick["topk_weights"]
     forms: dict[str, Any] = {"allow_multiple_reduction": True, "out": None, "reduce": None, "compress": None}
     for name in ("allow_multiple_reduction", "reduce", "compress"):

@@ -104,6 +104,14 @@ def _send_tensors(w: dict[str, Any], **options: Any) -> Any:
     return sent.recv_x.shape, type(sent.handle.num_recv_rows), sent.num_recv_tokens_per_expert_list
 
 
+def _decode(call: Callable[..., Any], *arguments: Any, most: Any) -> tuple[int, ...]:
+    return tuple(call(*arguments, num_max_tokens=most).recv_x.shape)
+
+
+def _prepare_decode(w: dict[str, Any], most: Any) -> Any:
+    return w["low"].prepare_low_latency(X, IDX, WEIGHTS, num_max_tokens=most).dispatch().recv_x.shape
+
+
 def _send_v1(w: dict[str, Any], **options: Any) -> Any:
     rows, _, _, counts, *_ = w["v1"].dispatch(w["rows"], **w["layout"], **options)
     return rows.shape, counts
@@ -169,6 +177,13 @@ CASES: dict[str, Case] = {
     "Buffer.autotune.num_tokens": (4, _tune),
     "Buffer.dispatch.num_worst_tokens": (8, lambda w, v: _send(buffer=w["plain"], num_worst_tokens=v)),
     "Buffer.dispatch.expert_alignment": (4, lambda w, v: _send(buffer=w["plain"], expert_alignment=v)),
+    "Buffer.low_latency_dispatch.num_max_tokens": (6, lambda w, v: _decode(w["low"].low_latency_dispatch, X, IDX, most=v)),
+    "Buffer.prepare_low_latency.num_max_tokens": (6, lambda w, v: _prepare_decode(w, v)),
+    "torch.low_latency_dispatch.num_max_tokens": (
+        6,
+        lambda w, v: _decode(ep_torch.low_latency_dispatch, w["low"], w["rows"], w["idx"], most=v),
+    ),
+    "jax.low_latency_dispatch.num_max_tokens": (6, lambda w, v: _decode(ep_jax.low_latency_dispatch, w["low"], X, IDX, most=v)),
     "Buffer.mask_rank.rank": (0, lambda w, v: w["low"].mask_rank(v)),
     "Buffer.unmask_rank.rank": (0, lambda w, v: w["low"].unmask_rank(v)),
     **{
@@ -273,6 +288,7 @@ MAY_BE_NONE = (
     "Buffer.num_sms",
     "autotune.num_tokens",
     "num_worst_tokens",
+    "num_max_tokens",
     "num_max_recv_tokens",
     "ranks_per_node",
     "row_bytes",

@@ -28,7 +28,7 @@ calls = st.builds(
     st.booleans(),
     st.sampled_from(["row", "column"]),
     st.integers(0, MAX_ROW_BYTES // 16).map(lambda vectors: 16 * vectors),
-    st.integers(0, MAX_ROW_BYTES // 16 // 4).map(lambda words: 4 * words),
+    st.integers(0, MAX_ROW_BYTES // 16),
     st.integers(1, MAX_ALIGNMENT),
 )
 
@@ -41,8 +41,22 @@ def test_each_signature_has_its_own_number(one: Any, other: Any) -> None:
 
 
 @given(low_latency_calls)
-def test_low_latency_kernels_compare_32_bits(call: Any) -> None:
+def test_low_latency_combines_compare_32_bits(call: Any) -> None:
     assert pack(call) < 1 << 32
+
+
+def test_low_latency_dispatches_name_their_sizes() -> None:
+    def one(row_bytes: int, scale_bytes: int, most: int) -> tuple[int, ...]:
+        sizes = dict(row_bytes=row_bytes, scale_bytes=scale_bytes, alignment_or_step=most)
+        return call("low_latency_dispatch", "uint8", "int64", None, "uint8", **sizes)
+
+    same = one(1440, 90, 128)
+    for other, name, values in (
+        (one(1456, 90, 128), "bytes of a row of x", "rank 0: 1440, rank 1: 1456"),
+        (one(1440, 91, 128), "bytes of a row of x_scales", "rank 0: 90, rank 1: 91"),
+        (one(1440, 90, 64), "num_max_tokens", "rank 0: 128, rank 1: 64"),
+    ):
+        assert f"disagree on the {name} of this call: {values}" in str(describe_mismatch({0: same, 1: other}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -144,6 +144,51 @@ def test_graph(comm):
             same(back.x, reference.x)
 
 
+@pytest.mark.parametrize("hook", [False, True])
+def test_quantised_rows_in_a_graph(comm, hook):
+    """Rows of real sizes that the program has quantised: random bytes, with all of the words that mark empty inboxes."""
+    gpu, host = make_both(comm, hidden=7168)
+    kinds = (
+        (torch.float8_e4m3fn, 7168, torch.float32, 56),
+        (torch.uint8, 3584, torch.uint8, 224),
+        (torch.uint8, 3584, torch.uint8, 448),
+    )
+    with gpu, host:
+        for number, (dtype, width, scale_dtype, num_scales) in enumerate(kinds):
+            _, idx, weights = tokens(comm, gpu, number, 64)
+
+            def draw(seed, width=width, num_scales=num_scales, scale_dtype=scale_dtype):
+                made = torch.Generator().manual_seed(100 * seed + comm.Get_rank())
+                num_bytes = num_scales * torch.empty(0, dtype=scale_dtype).element_size()
+                drawn = [torch.randint(0, 256, (64, n), dtype=torch.uint8, generator=made) for n in (width, num_bytes)]
+                for part in drawn:
+                    part[torch.rand(part.shape, generator=made) < 0.2] = 0xFF
+                    part[torch.randint(0, 64, (5,), generator=made)] = 0xFF
+                return drawn
+
+            x, scales = (part.cuda() for part in draw(0))
+            given = dict(x_scales=scales.view(scale_dtype), use_fp8=False, num_max_tokens=(None, 64)[number % 2])
+
+            def both(x=x, idx=idx, weights=weights, given=given, dtype=dtype):
+                sent = gpu.low_latency_dispatch(x.view(dtype), idx, topk_weights=weights, return_recv_hook=hook, **given)
+                if hook:
+                    sent.hook()
+                y = sent.recv_x.view(torch.uint8)[..., :1].bfloat16().expand(*sent.recv_x.shape[:2], 7168).contiguous()
+                return sent, gpu.low_latency_combine(y, idx, weights, sent.handle)
+
+            graph, (sent, back) = captured(comm, both, warm_up=True)
+            for i in range(20):
+                for mine, new in zip((x, scales), draw(i), strict=True):
+                    mine.copy_(new)
+                graph.replay()
+                cx, cs, ci, cw = cpu(x, scales, idx, weights)
+                how = {**given, "x_scales": cs.view(scale_dtype)}
+                want = host.low_latency_dispatch(cx.view(dtype), ci, topk_weights=cw, **how)
+                same_sent(sent, want)
+                y = want.recv_x.view(torch.uint8)[..., :1].bfloat16().expand(*want.recv_x.shape[:2], 7168).contiguous()
+                same(back.x, host.low_latency_combine(y, ci, cw, want.handle).x)
+
+
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
 def test_wait_times_are_per_call(comm, on_timeout):
     """Also if only some calls ask for them."""

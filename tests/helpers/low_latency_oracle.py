@@ -26,7 +26,7 @@ class Arrived:
     """The expected result of low_latency_dispatch on one rank, for each local expert.
 
     Attributes:
-        x: `[rows, hidden]` for each expert, bfloat16 or float8_e4m3fn.
+        x: `[rows, hidden]` for each expert, bfloat16 or float8_e4m3fn, or rows as they were sent.
         scales: `[rows, hidden // 128]` for each expert, or None.
         entries: (source rank, source token, choice) of each row of each expert.
     """
@@ -80,7 +80,9 @@ def expected_dispatch(
     ue8m0: bool = False,
     live: Collection[int] | None = None,
 ) -> Arrived:
-    """Work out what rank `rank` receives if each rank r passes `all_inputs[r]` (x in bfloat16) to low_latency_dispatch.
+    """Work out what rank `rank` receives if each rank r passes `all_inputs[r]` to low_latency_dispatch.
+
+    x is bfloat16. Rows of other dtypes arrive as they are, with their scales.
 
     `live`: the ranks that are not masked, rank `rank` included; None: all.
     """
@@ -88,7 +90,9 @@ def expected_dispatch(
     entries = _entries_of(rank, all_inputs, num_experts // len(all_inputs), live)
     rows = [inputs.x for inputs in all_inputs]
     if not fp8:
-        return Arrived([_gather(rows, found) for found in entries], None, entries)
+        scales = [inputs.scales for inputs in all_inputs]
+        arrived = None if scales[0] is None else [_gather(scales, found) for found in entries]
+        return Arrived([_gather(rows, found) for found in entries], arrived, entries)
     converted = [to_fp8(x, round_scale or ue8m0) for x in rows]
     scales = [scale for _, scale in converted]
     if ue8m0:

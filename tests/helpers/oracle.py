@@ -26,7 +26,7 @@ class RankInputs:
         x: `[num_tokens, hidden]`, any dtype.
         topk_idx: `[num_tokens, num_topk]` int32 or int64, global expert numbers, -1 for none.
         topk_weights: `[num_tokens, num_topk]` float32, or None.
-        scales: `[num_tokens, n]` of a 4-byte type, or None.
+        scales: `[num_tokens, n]` of a 4-byte type, or of any type in low-latency calls; or None.
     """
 
     x: np.ndarray

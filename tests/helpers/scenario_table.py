@@ -208,11 +208,63 @@ def weights_that_need_an_order(one: RankInputs, rank: int, ranks: int, each: int
     one.topk_weights[:] = np.random.default_rng([12, rank]).choice(terms, one.topk_weights.shape)
 
 
+def _random_for(one: RankInputs) -> np.random.Generator:
+    """Return random numbers that differ between rounds."""
+    return np.random.default_rng(one.topk_weights.view(np.uint32).ravel()[:8])
+
+
+def look_like_empty_memory(one: RankInputs, rank: int, ranks: int, each: int) -> None:
+    """Write words with which inboxes mark memory that no row has reached, and words near them, to rows and scales."""
+    rng = _random_for(one)
+    for array in (one.x, one.scales):
+        if array is None or not len(array):
+            continue
+        words = array.view(np.uint8).reshape(len(array), -1)
+        words[rng.random(words.shape) < 0.3] = 0xFF
+        words[rng.random(len(words)) < 0.2] = 0xFF
+        keys = np.arange(words.shape[1] // 4, dtype=np.uint32) % 200  # some vectors exclude all keys below 128
+        words[rng.random(len(words)) < 0.2, : 4 * len(keys)] = (~keys).view(np.uint8)
+
+
+def quantised(num_bytes: int, scales: str = "", num_scales: int = 0) -> Callable[[RankInputs, int, int, int], None]:
+    """Replace rows by random bytes, so many for each, with scales of that dtype."""
+
+    def change(one: RankInputs, rank: int, ranks: int, each: int) -> None:
+        rng, count = _random_for(one), len(one.x)
+        one.x, one.scales = rng.integers(0, 256, (count, num_bytes), np.uint8), None
+        if scales:
+            num_scale_bytes = num_scales * np.dtype(scales).itemsize
+            one.scales = rng.integers(0, 256, (count, num_scale_bytes), np.uint8).view(scales)
+        look_like_empty_memory(one, rank, ranks, each)
+
+    return change
+
+
+OPAQUE: dict[str, dict[str, Any]] = {
+    "FP8 with float32 scales": dict(dtype="float8_e4m3fn", scales=2),
+    "the other FP8 without scales": dict(dtype="float8_e5m2", changed=look_like_empty_memory),
+    "signed bytes": dict(dtype="int8", scales=1, changed=look_like_empty_memory),
+    "MXFP4": dict(dtype="uint8", changed=quantised(128, "uint8", 8)),
+    "NVFP4": dict(dtype="uint8", changed=quantised(128, "float8_e4m3fn", 16)),
+    "bytes with packed scales": dict(dtype="uint8", changed=quantised(256, "int32", 1)),
+    "few bytes with many scales": dict(dtype="uint8", changed=quantised(16, "uint8", 341)),
+    "the most bytes": dict(dtype="uint8", changed=quantised(496)),
+}
+"""Kinds of rows of low-latency dispatches that the program has quantised."""
+
+
 def few_tokens(words: str, number: Callable[[int], int] | None = None, skip: float = 0.2, **more: Any) -> Scenario:
     """Make a row of low-latency calls. Every second seed has special outputs of experts."""
     seed = more.pop("seed", 1)
-    more = {"drawn": dict(skip_probability=skip), "hidden": 256, "options": FORMATS[0], "sums": (BOTH, SPECIAL)[seed % 2], **more}
-    return Scenario(f"low latency, {words}", "low_latency", number or tokens(5, 0, 16, 3), dtype="bfloat16", seed=seed, **more)
+    more = {
+        "drawn": dict(skip_probability=skip),
+        "hidden": 256,
+        "dtype": "bfloat16",
+        "options": FORMATS[0],
+        "sums": (BOTH, SPECIAL)[seed % 2],
+        **more,
+    }
+    return Scenario(f"low latency, {words}", "low_latency", number or tokens(5, 0, 16, 3), seed=seed, **more)
 
 
 def low_latency() -> Rows:
@@ -233,6 +285,19 @@ def low_latency() -> Rows:
     yield few_tokens("hidden of no multiple of 128", hidden=24)
     for options in FORMATS[1:4]:
         yield few_tokens(f"special numbers in {options}", tokens(12), changed=special_numbers, options=options)
+    for words, kind in OPAQUE.items():
+        yield few_tokens(f"quantised rows, {words}", tokens(5, 0, 16, 3), **kind)
+        yield few_tokens(f"{words}, hooks", tokens(1, 2), **kind, hooks=True, early=(True,), sums=(Sum(),))
+    for words, size in (("half a group of 128 channels", 90), ("an odd number of scales", 91)):
+        changed = quantised(1440, "uint8", size)
+        yield few_tokens(f"quantised rows, {words}", tokens(3, 5), hidden=2880, dtype="uint8", changed=changed)
+    for most, number in ((16, tokens(16, 3)), (5, tokens(5, 0, 3)), (1, tokens(1))):
+        options = FORMATS[1] | dict(num_max_tokens=most)
+        yield few_tokens(f"at most {most} tokens of a rank", number, options=options)
+    full = choose(lambda rank, ranks, each: ranks * each - 1, rest=-1)
+    options = FORMATS[0] | dict(num_max_tokens=2)
+    yield few_tokens("rows that do not fit in fewer rows", tokens(2), 0.0, changed=full, options=options)
+    yield few_tokens("fewer quantised rows", tokens(2, 1), options=options, **OPAQUE["NVFP4"])
     given = [replace(one, values=values) for one in BOTH for values in ("ones", "negative zeros")]
     yield few_tokens("sums that depend on the order", tokens(8), 0.0, changed=weights_that_need_an_order, sums=given)
 
@@ -281,6 +346,11 @@ def drawn(
         options = FORMATS[rng.integers(len(FORMATS))]
         sums = (Sum(reduce=("rank", "topk")[rng.integers(2)], values=special),)
         how |= dict(dtype="bfloat16", early=(bool(rng.integers(2)),), hooks=bool(rng.integers(2)), sums=sums)
+        if rng.integers(3) == 0:
+            options = FORMATS[0]
+            how |= list(OPAQUE.values())[rng.integers(len(OPAQUE))]
+        if rng.integers(3) == 0:
+            options = options | dict(num_max_tokens=int(rng.integers(max(sizes[:8]), most + 1)) or 1)
     else:
         alignment, room, share = int(rng.choice([1, 2, 3, 8])), rng.integers(4), rng.random(64)
         limits = {0: lambda rank, arriving, most: most, 1: lambda rank, arriving, most: int(share[rank] * arriving * 1.2)}

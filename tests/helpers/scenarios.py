@@ -341,8 +341,9 @@ class LowLatencyRound(Round):
         """Make a dispatch. `early`: with the weights."""
         mine = self.inputs[rank]
         weights = put(mine.topk_weights) if early else None
+        scales = {} if mine.scales is None else dict(x_scales=put(mine.scales))
         return buffer.low_latency_dispatch(
-            put(mine.x), put(mine.topk_idx), topk_weights=weights, **{**self.row.options, **options}
+            put(mine.x), put(mine.topk_idx), topk_weights=weights, **{**scales, **self.row.options, **options}
         )
 
     def send_back(self, buffer: Buffer, rank: int, sent: Any, how: Sum = SUM, put: Put = np.asarray, **options: Any) -> Any:
@@ -371,7 +372,8 @@ class LowLatencyRound(Round):
 
     def outputs(self, how: Sum) -> list[np.ndarray]:
         """Return the outputs of each rank's experts."""
-        shape = self.config.num_local_experts, self.config.worst_recv_tokens, self.config.hidden
+        most = self.row.options.get("num_max_tokens", self.config.num_max_tokens_per_rank)
+        shape = self.config.num_local_experts, self.config.num_ranks * most, self.config.hidden
         constant = {"ones": 1.0, "negative zeros": -0.0}.get(how.values)
         if constant is not None:
             return [np.full(shape, constant, "bfloat16")] * self.config.num_ranks
@@ -414,7 +416,7 @@ class LowLatencyRound(Round):
     def check_dispatch(self, rank: int, sent: Any, live: Any = None, **options: Any) -> None:
         """Compare the result of a dispatch."""
         names = {"use_fp8": "fp8", "use_ue8m0": "ue8m0", "round_scale": "round_scale"}
-        kinds = {names[name]: value for name, value in {**self.row.options, **options}.items()}
+        kinds = {names[name]: value for name, value in {**self.row.options, **options}.items() if name in names}
         key = "arrived", rank, tuple(live or ()), tuple(kinds.items())
         wanted = self.kept(
             key, lambda: low_latency_oracle.expected_dispatch(rank, self.inputs, self.config.num_experts, live=live, **kinds)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scenario_table import TABLE
+from scenario_table import FORMATS, OPAQUE, TABLE
 
 from deepep_rt import EPTimeoutError
 from deepep_rt.backends.cuda import expert_rows
@@ -36,6 +36,7 @@ from tests.kernels_on_cpu.rounds import (
     inputs_of,
     long_compressed_rounds,
     low_latency_rounds,
+    opaque_rounds,
     overlapped_rounds,
     prepared_rounds,
     prepared_throughput_rounds,
@@ -54,6 +55,17 @@ def test_low_latency(seed):
         low_latency_rounds(machine, machine.buffers(**LOW_LATENCY), seed, 6)
 
 
+@pytest.mark.parametrize("seed", seeds(len(OPAQUE)))
+def test_quantised_rows(seed):
+    """Rows that the program has quantised, between others, with hooks and without."""
+    kind = list(OPAQUE.values())[seed % len(OPAQUE)]
+    with Machine(2, seed, num_sms=(None, 1, 2)[seed % 3], weak_memory=seed % 2 == 1) as machine:
+        buffers = machine.buffers(**LOW_LATENCY)
+        low_latency_rounds(machine, buffers, seed, 4, options=FORMATS[0], **kind)
+        opaque_rounds(machine, buffers, seed, 4)
+        assert "ll_dispatch_opaque" in machine.launched
+
+
 @pytest.mark.parametrize("seed", seeds(4))
 def test_open_hooks(seed):
     with Machine(2, seed, weak_memory=seed % 4 == 1) as machine:
@@ -62,8 +74,12 @@ def test_open_hooks(seed):
 
 @pytest.mark.parametrize("seed", seeds(4))
 def test_prepared_low_latency(seed):
-    """Between ordinary calls, and matched with ordinary calls of another rank. In one, the rows come back compressed."""
+    """Between ordinary calls, and matched with ordinary calls of another rank. In one, the rows come back compressed; in one, the program
+    has quantised them.
+    """
     options = dict(compress="log10", reduce=True) if seed == 3 else dict(hooks=seed == 1)
+    if seed == 2:
+        options |= dict(format=None, options=FORMATS[0], **OPAQUE["NVFP4"])
     with Machine(3, seed, num_sms=(None, 1)[seed % 2], weak_memory=seed == 1) as machine:
         sizes = dict(num_experts=6, hidden=512 if seed == 3 else 256)
         prepared_rounds(machine, machine.buffers(**{**LOW_LATENCY, **sizes}), seed, 4, **options)
@@ -366,6 +382,27 @@ BROKEN = [
         id="scales-are-not-reset",
     ),
     pytest.param(
+        opaque_rounds,
+        "low_latency/ll_opaque_rows.cuh",
+        r" && key\[j\] != kEmptySentinel",
+        "",
+        id="keys-are-not-awaited",
+    ),
+    pytest.param(
+        opaque_rounds,
+        "low_latency/ll_opaque_rows.cuh",
+        r"if \(lane_idx\(\) == 0\) st_relaxed_sys\(key_of\(first, j\), kEmptySentinel\);",
+        "",
+        id="keys-are-not-reset",
+    ),
+    pytest.param(
+        opaque_rounds,
+        "low_latency/ll_opaque_rows.cuh",
+        r"while \(__any_sync\(~0u, !is_written\(with_key\(vec, key\)\)\)\) \+\+key;",
+        "",
+        id="bytes-that-look-like-empty-memory",
+    ),
+    pytest.param(
         low_latency_rounds,
         "low_latency/ll_dispatch_send.cuh",
         r"next;\n    __syncthreads\(\);",
@@ -428,7 +465,7 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
         compressed_low_latency_rounds: {**LOW_LATENCY, "hidden": 512},
     }.get(run_rounds, LOW_LATENCY)
     options = dict(num_sms=1) if "common/work.cuh" in file else {}  # the second block starts after the first one has ended
-    if file.endswith("ll_combine_compressed.cuh"):
+    if file.endswith(("ll_combine_compressed.cuh", "ll_opaque_rows.cuh")):
         options["weak_memory"] = True  # words arrive in another order than they were stored
     assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8), **options)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import oracle
 import pytest
-from scenario_table import FORMATS, drawn
+from scenario_table import FORMATS, OPAQUE, drawn
 from scenarios import Sum, by_buffer
 
 from deepep_rt import EPTimeoutError
@@ -72,7 +72,9 @@ class LowLatencyRound:
             how = replace(how, reduce="rank" if options.pop("reduce") else "topk")
         if "early" in options:
             options["early"] = (options.pop("early"),)
-        row = replace(row, sums=(how,), **options, **({} if format is None else dict(options={"use_fp8": True, **format})))
+        if format is not None:
+            options |= dict(options={"use_fp8": True, **format}, dtype="bfloat16", scales=0, changed=None)
+        row = replace(row, sums=(how,), **options)
         self.round, self.num_ranks = row.start(config), config.num_ranks
         self.inputs, self.y = self.round.inputs, self.round.outputs(how)
         self.calling = range(self.num_ranks) if calling is None else calling
@@ -110,6 +112,18 @@ class LowLatencyRound:
 def low_latency_rounds(machine, buffers, seed, count, **options):
     """Queue some rounds, and then run them."""
     rounds = [LowLatencyRound(machine, buffers, 100 * seed + i, **options).all() for i in range(count)]
+    machine.run()
+    for made in rounds:
+        made.check()
+
+
+def opaque_rounds(machine, buffers, seed, count):
+    """Queue rounds of quantised rows of one kind, and some of bfloat16. Then run them."""
+    opaque = dict(options=FORMATS[0], **list(OPAQUE.values())[seed % len(OPAQUE)])
+    rounds = []
+    for i in range(count):
+        kind = dict(format=dict(use_fp8=False)) if i % 4 == 3 else opaque
+        rounds.append(LowLatencyRound(machine, buffers, 100 * seed + i, **kind).all())
     machine.run()
     for made in rounds:
         made.check()
@@ -158,13 +172,15 @@ class PreparedRound(LowLatencyRound):
                 array_at(array.ptr, array.shape, array.dtype)[...] = values
 
     def _arrays(self, rank):
-        return self.inputs[rank].x, self.inputs[rank].topk_idx, self.inputs[rank].topk_weights, self.y[rank]
+        mine = self.inputs[rank]
+        return [mine.x, mine.topk_idx, mine.topk_weights, self.y[rank], *([] if mine.scales is None else [mine.scales])]
 
     def _prepare(self, rank):
         row, arrays = self.round.row, [self.machine.put(rank, values) for values in self._arrays(rank)]
         (total,) = row.sums
         how = dict(allow_multiple_reduction=total.reduce == "rank", return_recv_hook=row.hooks, compress=total.compress)
-        return self.buffers[rank].prepare_low_latency(*arrays[:3], **how, **row.options), arrays
+        scales = dict(x_scales=arrays[4]) if arrays[4:] else {}
+        return self.buffers[rank].prepare_low_latency(*arrays[:3], **scales, **how, **row.options), arrays
 
     def dispatch(self):
         super().dispatch()

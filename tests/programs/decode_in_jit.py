@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +20,8 @@ from low_latency_rounds import (
     make_low_latency_inputs,
 )
 from mpi4py import MPI
-from scenario_table import FORMATS
+from scenario_table import FORMATS, OPAQUE, few_tokens
+from scenarios import SUM
 from spmd import main, raises
 
 from deepep_rt import Buffer, EPInputError
@@ -73,6 +76,29 @@ def check_every_format(comm: MPI.Intracomm) -> None:
             late, early = bool(i % 2), i != 3
             with ep.errors():
                 _check_steps(comm, buffer, _step(buffer, late, early, options), early, options, range(3))
+
+
+def check_quantised_rows(comm: MPI.Intracomm) -> None:
+    """Rows that the program has quantised, and fewer rows than the most."""
+    rank = comm.Get_rank()
+    with make_low_latency_buffer(comm) as buffer, ep.errors():
+        for kind, most in itertools.product(("NVFP4", "FP8 with float32 scales", "signed bytes"), (MAX_TOKENS, MAX_TOKENS - 1)):
+            few = dict(num_max_tokens=most)
+            row = few_tokens(kind, lambda rank: min(_tokens(rank), MAX_TOKENS - 1), **{**OPAQUE[kind], "options": few})
+            row = replace(row, topk=buffer.config.num_topk, each=buffer.config.num_local_experts, hidden=buffer.config.hidden)
+            made = row.start(buffer.config)
+            mine, y = made.inputs[rank], made.outputs(SUM)[rank]
+
+            @jax.jit
+            def step(x: Any, idx: Any, weights: Any, scales: Any, y: Any, most: int = most) -> Any:
+                how = dict(use_fp8=False, x_scales=scales, num_max_tokens=most)
+                sent = ep.low_latency_dispatch(buffer, x, idx, weights, **how)
+                return sent, ep.low_latency_combine(buffer, y, idx, weights, sent.handle)
+
+            idx = mine.topk_idx.astype(np.int32)
+            sent, back = jax.block_until_ready(step(mine.x, idx, mine.topk_weights, mine.scales, y))
+            made.check_dispatch(rank, jax.tree.map(np.asarray, sent))
+            made.check_sum(rank, jax.tree.map(np.asarray, back), SUM)
 
 
 def check_compressed_rows(comm: MPI.Intracomm) -> None:
@@ -133,6 +159,10 @@ def check_wrong_calls(comm: MPI.Intracomm) -> None:
         y = jnp.zeros(shape, jnp.bfloat16)
         with raises(EPInputError, "x.dtype=float32", "bfloat16"):
             dispatch(x=mine.x.astype(np.float32))
+        with raises(EPInputError, "x_scales.shape="):
+            dispatch(x=mine.x.view(np.int8)[:, ::2], use_fp8=False, x_scales=np.ones((1 + len(mine.x), 2), np.float32))
+        with raises(EPInputError, "num_max_tokens=0"):
+            dispatch(num_max_tokens=0)
         with raises(EPInputError, "x.shape=[0, ", "topk_idx -1"):
             dispatch(mine.x[:0], mine.topk_idx[:0], mine.topk_weights[:0])
         with raises(EPInputError, "topk_idx=None"):

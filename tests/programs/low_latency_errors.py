@@ -159,6 +159,22 @@ def check_ranks_that_disagree_on_low_latency_calls(comm: MPI.Intracomm) -> None:
             buffer.low_latency_dispatch(x, idx, round_scale=bool(is_odd))
         with raises(EPInputError, "round_scale", ": True", ": False"):
             buffer.prepare_low_latency(x, idx, weights, round_scale=bool(is_odd)).dispatch()
+        with raises(EPInputError, "num_max_tokens", "rank 0: 8", "rank 1: 7"):
+            buffer.low_latency_dispatch(x, idx, num_max_tokens=8 - is_odd)
+        quantised, scales = x.view(np.uint8), np.ones((5, 4 + 2 * is_odd), np.uint8)
+        with raises(EPInputError, "bytes of a row of x of", "rank 0: 240", "rank 1: 224"):
+            buffer.low_latency_dispatch(np.ascontiguousarray(quantised[:, 16 * is_odd : 240]), idx, use_fp8=False)
+        with raises(EPInputError, "bytes of a row of x_scales", "rank 0: 4", "rank 1: 6"):
+            rows = np.ascontiguousarray(quantised[:, :240])
+            buffer.low_latency_dispatch(rows, idx, use_fp8=False, x_scales=scales)
+        with raises(EPInputError, "x of this call", "float8_e4m3fn", "uint8"):
+            rows = np.ascontiguousarray(quantised[:, :HIDDEN]) if is_odd else x
+            buffer.low_latency_dispatch(rows, idx, use_fp8=not is_odd)
+        same = np.ascontiguousarray(quantised[:, :HIDDEN]).view(ml_dtypes.float8_e4m3fn)
+        mine_scales = np.ones((5, HIDDEN // 128), np.float32)
+        with raises(EPInputError, "bytes of a row of x of", "rank 0: 0", f"rank 1: {HIDDEN}"):
+            given = dict(x_scales=mine_scales, use_fp8=False) if is_odd else {}
+            buffer.low_latency_dispatch(same if is_odd else x, idx, **given)
         for reduce_early in (True, False):
             how = dict(allow_multiple_reduction=reduce_early)
             with raises(EPInputError, "handle"):

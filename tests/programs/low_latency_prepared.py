@@ -19,7 +19,7 @@ from low_latency_rounds import (
     to_host,
 )
 from mpi4py import MPI
-from scenario_table import FORMATS
+from scenario_table import FORMATS, OPAQUE
 from spmd import main, raises
 
 from deepep_rt import EPDestroyedError, EPInputError, PreparedLowLatency
@@ -38,10 +38,12 @@ class Step:
         self.options, self.on_device = options, on_device
         self.arrays = [(to_backend if on_device else np.copy)(array) for array in self._values(batch)]
         self.y = self.arrays[3]
-        self.call: PreparedLowLatency = batch.buffer.prepare_low_latency(*self.arrays[:3], **options)
+        scales = dict(x_scales=self.arrays[4]) if self.arrays[4:] else {}
+        self.call: PreparedLowLatency = batch.buffer.prepare_low_latency(*self.arrays[:3], **scales, **options)
 
-    def _values(self, batch: Batch) -> tuple[np.ndarray, ...]:
-        return batch.mine.x, batch.mine.topk_idx, batch.mine.topk_weights, batch.y
+    def _values(self, batch: Batch) -> list[np.ndarray]:
+        mine = batch.mine
+        return [mine.x, mine.topk_idx, mine.topk_weights, batch.y, *([] if mine.scales is None else [mine.scales])]
 
     def write(self, batch: Batch) -> None:
         """Give the next calls these inputs."""
@@ -69,6 +71,17 @@ def check_prepared_calls_in_every_format(comm: MPI.Intracomm) -> None:
             step = Step(Batch(comm, buffer, number), **options, allow_multiple_reduction=number % 2 == 0)
             for seed in range(3):
                 step.check(Batch(comm, buffer, 10 * number + seed))
+
+
+def check_prepared_calls_of_quantised_rows(comm: MPI.Intracomm) -> None:
+    """And of fewer rows than the most, in GPU memory and on the host."""
+    few = dict(use_fp8=False, num_max_tokens=8)
+    with make_low_latency_buffer(comm) as buffer:
+        for number, kind in enumerate(OPAQUE.values()):
+            kind = {**kind, "options": few, "number": lambda rank: (5, 0, 8, 3)[rank % 4]}
+            step = Step(Batch(comm, buffer, number, **kind), on_device=number % 2 == 0, **few)
+            for seed in range(2):
+                step.check(Batch(comm, buffer, 10 * number + seed, **kind))
 
 
 def check_prepared_calls_of_host_arrays(comm: MPI.Intracomm) -> None:

@@ -273,6 +273,40 @@ def check_who_leaves_a_backward_pass_out(comm: MPI.Intracomm) -> None:
         buffer.destroy(in_touch=False)
 
 
+def _decode_quantised(buffer: Any, x: Any, scales: Any, idx: Any, weights: Any, most: int | None) -> Any:
+    sent = low_latency_dispatch(buffer, x, idx, use_fp8=False, x_scales=scales, num_max_tokens=most)
+    y = torch.zeros(*sent.recv_x.shape[:2], buffer.config.hidden, dtype=torch.bfloat16, device=x.device)
+    y[..., : sent.recv_x.shape[2]] = sent.recv_x.bfloat16() * sent.recv_x_scales[..., :1]
+    return low_latency_combine(buffer, y, idx, weights, sent.handle), sent.num_recv_tokens_per_expert
+
+
+def check_quantised_rows(comm: MPI.Intracomm) -> None:
+    """Rows that the program has quantised, and fewer rows than the most, plain and compiled."""
+    experts = EACH * comm.Get_size()
+    settings = dict(
+        hidden=4 * HIDDEN, num_topk=TOPK, num_experts=experts, num_max_tokens_per_rank=8, dtype="bfloat16", low_latency=True
+    )
+    with make_buffer(comm, **settings) as buffer, compiler("aot_eager") as compiled:
+        run = compiled(_decode_quantised)
+        for seed, most in enumerate((None, 6)):
+            mine = tokens_of_all(comm, seed, counts=lambda rank: 6 if rank else 5)[comm.Get_rank()]
+            x, idx, weights = (
+                (mine.x.repeat(1, 2) * 20).to(torch.uint8).to(device()),
+                mine.idx.to(device()),
+                mine.weights.to(device()),
+            )
+            scales = torch.arange(len(x) * 3, dtype=torch.int16, device=device()).view(-1, 3)
+            (plain, counts), (other, _) = (f(buffer, x, scales, idx, weights, most) for f in (_decode_quantised, run))
+            assert torch.equal(plain, other)
+            sent = buffer.low_latency_dispatch(x, idx, use_fp8=False, x_scales=scales, num_max_tokens=most)
+            assert torch.equal(sent.num_recv_tokens_per_expert, counts)
+            assert sent.recv_x.shape == (buffer.config.num_local_experts, comm.Get_size() * (most or 8), x.shape[1])
+            assert (sent.recv_x.dtype, sent.recv_x_scales.dtype, sent.recv_x_scales.shape[2]) == (torch.uint8, torch.int16, 3)
+            y = torch.zeros(*sent.recv_x.shape[:2], buffer.config.hidden, dtype=torch.bfloat16, device=x.device)
+            y[..., : sent.recv_x.shape[2]] = sent.recv_x.bfloat16() * sent.recv_x_scales[..., :1]
+            assert torch.equal(buffer.low_latency_combine(y, idx, weights, sent.handle).x, plain)
+
+
 def _decode(buffer: Any, x: Any, idx: Any, weights: Any, use_fp8: bool, with_weights: bool, compress: str | None) -> Any:
     sent = low_latency_dispatch(buffer, x, idx, weights if with_weights else None, use_fp8=use_fp8)
     rows = sent.recv_x
@@ -318,9 +352,13 @@ def check_low_latency_operators(comm: MPI.Intracomm) -> None:
         some = ("test_schema", "test_autograd_registration", "test_faketensor")
         dispatch_op, combine_op = torch.ops.deepep_rt.low_latency_dispatch, torch.ops.deepep_rt.low_latency_combine
         for use_fp8, use_ue8m0 in ((False, False), (True, False), (True, True)):
-            torch.library.opcheck(dispatch_op, (x, idx, weights, serial, use_fp8, use_ue8m0, use_ue8m0), test_utils=some)
-        rows, _, tables = dispatch_op(x, idx, weights, serial, False, False, False)
-        torch.library.opcheck(combine_op, (rows, idx, weights, tables, serial, len(x), True, False, None))
+            given = (x, idx, weights, None, serial, use_fp8, use_ue8m0, use_ue8m0, 8)
+            torch.library.opcheck(dispatch_op, given, test_utils=some)
+        given = (x.view(torch.uint8)[:, :16].contiguous(), idx, weights, weights, serial, False, False, False, 8)
+        torch.library.opcheck(dispatch_op, given, test_utils=some)
+        rows, _, tables = dispatch_op(x, idx, weights, None, serial, False, False, False, 8)
+        sizes = (serial, len(x), True, 8 * comm.Get_size(), False, None)
+        torch.library.opcheck(combine_op, (rows, idx, weights, tables, *sizes))
         with raises(EPInputError, "no gradient"):
             low_latency_dispatch(buffer, x.requires_grad_(), idx, use_fp8=False).recv_x.sum().backward()
         sent = low_latency_dispatch(buffer, x.detach(), idx, use_fp8=False)

@@ -56,9 +56,9 @@ class CudaHandleTables:
         routing = RowsByExpert(by_token, tables, {name: first + offset for name, offset in self._expert_map.offsets.items()})
         return DispatchHandle(num_tokens, num_recv_rows, None, serial, routing, {}, layout=layout)
 
-    def load_low_latency(self, words: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
-        no_hook = None
-        return LowLatencyHandle(num_tokens, self._info.serial, (_Tables(words.ptr), no_hook), has_weights, words.framework)
+    def load_low_latency(self, words: View, num_tokens: int, has_weights: bool, capacity: int) -> LowLatencyHandle:
+        routing = _Tables(words.ptr), None  # no hook
+        return LowLatencyHandle(num_tokens, self._info.serial, routing, has_weights, words.framework, capacity)
 
     def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
         num_ranks = self._info.config.num_ranks

@@ -10,13 +10,14 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ...arrays.dtypes import FP8_GROUP
 from ...arrays.view import HOST, Framework, View
 from ...comm.call_signature import Signature, pack
 from ...cuda import driver
-from ...cuda.slots import Slot
+from ...cuda.slots import Slot, Slots
 from ...errors import EPInputError, EPUnavailableError
 from ...jit.launch import Launcher
 from ...kernels.structs import LL_RECEIVE, LL_SEND
@@ -39,15 +40,26 @@ PHASES = {False: LL_SEND | LL_RECEIVE, True: LL_SEND}
 """The phases that a call launches, by whether it has a hook. The hook launches the rest."""
 
 
+@dataclass(frozen=True)
 class RowFormat:
-    """Results of dispatch with one format of rows: their memory, offsets and dtypes. Slots keep the memory for later calls."""
+    """Results of dispatch with one format of rows: their memory, offsets, widths and dtypes. Slots keep the memory for later calls."""
 
-    def __init__(self, runtime: CudaRuntime, use_fp8: bool, use_ue8m0: bool) -> None:
-        parts = runtime.layout.low_latency_result(use_fp8=use_fp8, use_ue8m0=use_ue8m0)
-        self.memory = runtime.slots(parts.num_bytes)
-        self.x, self.scales = parts.offsets["x"], parts.offsets["scales"]
-        self.dtype = "float8_e4m3fn" if use_fp8 else "bfloat16"
-        self.scale_dtype = None if not use_fp8 else "uint8" if use_ue8m0 else "float32"
+    memory: Slots
+    x: int  # offsets
+    scales: int
+    width: int
+    dtype: str
+    num_scales: int  # of a row
+    scale_dtype: str | None
+
+
+def _converted_rows(runtime: CudaRuntime, use_fp8: bool, use_ue8m0: bool) -> RowFormat:
+    """Return the format of rows of bfloat16, or of FP8 that the call converts them to."""
+    parts, hidden = runtime.layout.low_latency_result(use_fp8=use_fp8, use_ue8m0=use_ue8m0), runtime.config.hidden
+    memory, offsets = runtime.slots(parts.num_bytes), (parts.offsets["x"], parts.offsets["scales"])
+    if not use_fp8:
+        return RowFormat(memory, *offsets, hidden, "bfloat16", 0, None)
+    return RowFormat(memory, *offsets, hidden, "float8_e4m3fn", hidden // FP8_GROUP, "uint8" if use_ue8m0 else "float32")
 
 
 class LowLatencyKernels:
@@ -59,7 +71,7 @@ class LowLatencyKernels:
         num_handles = layout.num_handles if config.low_latency else 0
         self.handles = runtime.slots(layout.low_latency_handle.num_bytes, num_handles, are_tables=True)
         self._formats = {
-            (use_fp8, use_ue8m0): RowFormat(runtime, use_fp8, use_ue8m0)
+            (use_fp8, use_ue8m0): _converted_rows(runtime, use_fp8, use_ue8m0)
             for use_fp8, use_ue8m0 in ((False, False), (True, False), (True, True))
         }
         self.sums = runtime.slots(config.num_max_tokens_per_rank * config.hidden * 2)
@@ -70,9 +82,23 @@ class LowLatencyKernels:
         self.num_blocks = min(config.low_latency_sms, driver.num_sms(runtime.device), max(2 * config.num_max_tokens_per_rank, 16))
         self._least_large_combine = math.inf if config.has_network else config.least_large_combine(self.num_blocks)
 
-    def row_format(self, use_fp8: bool = False, use_ue8m0: bool = False) -> RowFormat:
-        """Return the format of rows that a dispatch with these options brings."""
-        return self._formats[use_fp8, use_ue8m0]
+    def row_format(self, inputs: LowLatencyDispatchInputs) -> RowFormat:
+        """Return the format of rows that a dispatch brings."""
+        if not inputs.is_opaque:
+            return self._formats[inputs.use_fp8, inputs.use_ue8m0]
+        x, scales = inputs.x, inputs.x_scales
+        rows = self._config.num_local_experts * self._config.worst_recv_tokens
+        end_of_x = rows * x.row_bytes  # a multiple of 16
+        num_bytes = end_of_x + rows * (scales.row_bytes if scales else 0)
+        narrow, wide = self._formats[True, False].memory, self.bfloat16_rows
+        memory = narrow if num_bytes <= narrow.num_bytes else wide
+        given = (0, None) if scales is None else (scales.shape[1], scales.dtype)
+        return RowFormat(memory, 0, end_of_x, x.shape[1], x.dtype, *given)
+
+    @property
+    def bfloat16_rows(self) -> Slots:
+        """Memory of results in bfloat16."""
+        return self._formats[False, False].memory
 
     def check_fp8(self, inputs: LowLatencyDispatchInputs) -> None:
         """If a GPU cannot convert to FP8, change an FP8 dispatch to a bfloat16 dispatch, and warn once.
@@ -127,13 +153,13 @@ class LowLatencyKernels:
         results: tuple[int, int],
         with_hook: bool,
     ) -> dict[str, Any]:
-        """Return the members of a dispatch's Params, from x, topk_idx and topk_weights on the GPU.
+        """Return the members of a dispatch's Params, from x, topk_idx, topk_weights and x_scales on the GPU.
 
         `tables` is the address of the handle's tables, and `results` are those of the rows and of their scales. With a hook, the launch
         only sends.
         """
-        x, idx, weights = arrays
-        return {
+        x, idx, weights, scales = arrays
+        values = {
             "phases": PHASES[with_hook],
             "num_tokens": x.shape[0],
             "x": x.ptr,
@@ -144,27 +170,40 @@ class LowLatencyKernels:
             "recv_scales": results[1],
             "recv_stats": inputs.recv_stats.ptr if inputs.recv_stats else 0,
             "wait_stats": inputs.wait_stats.ptr if inputs.wait_stats else 0,
+            "capacity": self.capacity(inputs),
             "idx_bytes": idx.itemsize,
-            "use_fp8": inputs.use_fp8,
-            "round_scale": inputs.round_scale,
-            "use_ue8m0": inputs.use_ue8m0,
             "check": self._config.check_inputs,
             "call_signature": pack(inputs.signature(format_.dtype, format_.scale_dtype)),
         }
+        if inputs.is_opaque:
+            scale_bytes = scales.row_bytes if scales else 0
+            return values | {"x_scales": address_of(scales), "row_bytes": x.row_bytes, "scale_bytes": scale_bytes}
+        form = {"use_fp8": inputs.use_fp8, "round_scale": inputs.round_scale, "use_ue8m0": inputs.use_ue8m0}
+        return values | form
+
+    def capacity(self, inputs: LowLatencyDispatchInputs) -> int:
+        """Return the rows for which each expert has room in a dispatch."""
+        return self._config.num_ranks * inputs.num_max_tokens
 
     def dispatch_views(
-        self, format_: RowFormat, results: tuple[int, int], memory: Any, tables: Any, framework: Framework, stream: int
+        self,
+        format_: RowFormat,
+        capacity: int,
+        results: tuple[int, int],
+        memory: Any,
+        tables: Any,
+        framework: Framework,
+        stream: int,
     ) -> Views:
         """Make the Views of a dispatch's results. `memory` owns the rows, and `tables` the counts."""
-        config, result = self._config, self._runtime.result
-        experts, rows, hidden = config.num_local_experts, config.worst_recv_tokens, config.hidden
+        experts, result = self._config.num_local_experts, self._runtime.result
         counts = tables.ptr + self._runtime.layout.low_latency_handle.offsets["num_recv_per_expert"]
         views: Views = {
             "num_recv_per_expert": result(counts, (experts,), "int32", tables, framework, stream),
-            "x": result(results[0], (experts, rows, hidden), format_.dtype, memory, framework, stream),
+            "x": result(results[0], (experts, capacity, format_.width), format_.dtype, memory, framework, stream),
         }
         if format_.scale_dtype:
-            shape = experts, rows, hidden // FP8_GROUP
+            shape = experts, capacity, format_.num_scales
             views["scales"] = result(results[1], shape, format_.scale_dtype, memory, framework, stream)
         return views
 
@@ -283,8 +322,8 @@ class LowLatency:
         kernels.check_fp8(inputs)
         self.hooks.dispatch.check_can_start(with_hook)
         self._order.enqueue_waits(call)
-        x, idx, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights)
-        format_ = kernels.row_format(inputs.use_fp8, inputs.use_ue8m0)
+        arrays = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.x_scales)
+        (x, *_), format_, capacity = arrays, kernels.row_format(inputs), kernels.capacity(inputs)
         if (into := inputs.into) is None:
             memory: Any = format_.memory.acquire(stream, call.caller_stream, call.capture, call.follows)
             results = memory.ptr + format_.x, memory.ptr + format_.scales
@@ -292,13 +331,13 @@ class LowLatency:
         else:
             memory, tables = into, into.tables
             results = into.recv_x.ptr, into.recv_scales.ptr if into.recv_scales else 0
-        values = kernels.dispatch_params(inputs, (x, idx, weights), format_, tables.ptr, results, with_hook)
-        make_views = functools.partial(kernels.dispatch_views, format_, results, memory, tables, x.framework, stream)
-        end = call, (x, idx, weights, inputs), (tables, memory), inputs.topk_idx, inputs.topk_weights
+        values = kernels.dispatch_params(inputs, arrays, format_, tables.ptr, results, with_hook)
+        make_views = functools.partial(kernels.dispatch_views, format_, capacity, results, memory, tables, x.framework, stream)
+        end = call, (*arrays, inputs), (tables, memory), inputs.topk_idx, inputs.topk_weights
         queue = self.hooks.dispatch if with_hook else None
-        event, views, hook = self._run("ll_dispatch", values, call, end, queue, make_views, inputs.x.device == HOST)
-        routing = tables, hook.state if hook else None
-        handle = LowLatencyHandle(x.shape[0], self._runtime.info.serial, routing, weights is not None, x.framework)
+        event, views, hook = self._run(dispatch_kernel(inputs), values, call, end, queue, make_views, inputs.x.device == HOST)
+        routing, has_weights = (tables, hook.state if hook else None), inputs.topk_weights is not None
+        handle = LowLatencyHandle(x.shape[0], self._runtime.info.serial, routing, has_weights, x.framework, capacity)
         return LowLatencyDispatchResult(handle, event, hook, views)
 
     @whole_call("kPhaseLlCombineRows")
@@ -338,13 +377,13 @@ class LowLatency:
         event, views, hook = self._run(kernel, values, call, end, queue, make_views, is_host_caller, given_out)
         return LowLatencyCombineResult(event, hook, views)
 
-    def combine_view(self, framework: Framework) -> View:
+    def combine_view(self, framework: Framework, capacity: int) -> View:
         """Return the memory of `Buffer.get_low_latency_combine_buffer`."""
         config, device = self._config, self._runtime.device
-        shape = (config.num_local_experts, config.worst_recv_tokens, config.hidden)
+        shape = (config.num_local_experts, capacity, config.hidden)
         if self._combine_buffer is None:
             writer = framework.current_stream(device)  # 0 is a stream too
-            memory = self.kernels.row_format().memory
+            memory = self.kernels.bfloat16_rows
             self._combine_buffer = memory.acquire(self._order.own_stream if writer is None else writer)
         return View(self._combine_buffer.ptr, shape, "bfloat16", device, self._combine_buffer, framework)
 
@@ -419,6 +458,11 @@ class LowLatency:
         return event, lambda: views, hook
 
 
+def dispatch_kernel(inputs: LowLatencyDispatchInputs) -> str:
+    """Return the name of the kernel that makes a dispatch."""
+    return "ll_dispatch_opaque" if inputs.is_opaque else "ll_dispatch"
+
+
 def launch_halves(
     runtime: CudaRuntime,
     call: Call,
@@ -469,22 +513,22 @@ class PreparedLowLatency:
         self._check_peers = self._monitor.check_peers
         self._warn = warn_of_masked_ranks if runtime.config.on_timeout == "mask" else None
         self._has_dispatched = False
-        self._new_handle = new_handle = functools.partial(_new_handle, runtime.info.serial, x)
+        format_, capacity = kernels.row_format(given), kernels.capacity(given)
+        self._new_handle = new_handle = functools.partial(_new_handle, runtime.info.serial, x, capacity)
 
-        format_ = kernels.row_format(given.use_fp8, given.use_ue8m0)
         with runtime.order.before_calls() as stream:
             memory, tables = format_.memory.acquire(stream), kernels.handles.acquire(stream)
             sums = kernels.sums.acquire(stream) if out is None else None
         self._tables = tables
         results = memory.ptr + format_.x, memory.ptr + format_.scales
-        params = kernels.dispatch_params(given, (x, idx, weights), format_, tables.ptr, results, with_hook)
+        params = kernels.dispatch_params(given, (x, idx, weights, given.x_scales), format_, tables.ptr, results, with_hook)
 
         def make_sent(event: Event, stream: int) -> LowLatencyDispatchResult:
-            views = functools.partial(kernels.dispatch_views, format_, results, memory, tables, x.framework, stream)
+            views = functools.partial(kernels.dispatch_views, format_, capacity, results, memory, tables, x.framework, stream)
             return LowLatencyDispatchResult(new_handle(tables, None), event, None, views)
 
         self._dispatch = _RepeatedCall(
-            runtime, "ll_dispatch", kernels.num_blocks, params, preparation, (memory, tables), hooks.dispatch, make_sent
+            runtime, dispatch_kernel(given), kernels.num_blocks, params, preparation, (memory, tables), hooks.dispatch, make_sent
         )
         num_tokens = x.shape[0]
         address = out.ptr if sums is None else sums.ptr  # type: ignore[union-attr]
@@ -550,8 +594,8 @@ class PreparedLowLatency:
         return back
 
 
-def _new_handle(serial: int, x: View, tables: Slot, state: Any) -> LowLatencyHandle:
-    return LowLatencyHandle(x.shape[0], serial, (tables, state), True, x.framework)
+def _new_handle(serial: int, x: View, capacity: int, tables: Slot, state: Any) -> LowLatencyHandle:
+    return LowLatencyHandle(x.shape[0], serial, (tables, state), True, x.framework, capacity)
 
 
 class _RepeatedCall(RepeatedCall[_Result]):

@@ -113,7 +113,7 @@ class StatusPage:
             if rows := self._pop("no_room"):
                 self._overflow.warn_of_rows(rows >> 32, rows & _LOW_HALF)
             if rows := self._pop("full_expert"):
-                self._overflow.warn_of_expert((rows >> 32) - 1, rows & _LOW_HALF, self._config.worst_recv_tokens)
+                self._overflow.warn_of_expert((rows >> 32) - 1, rows & _LOW_HALF)
             if rows := self._pop("too_many"):
                 self.has_events.value = 1  # the page may hold another event, of a low-latency call
                 raise too_many_rows((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens, grows=self.memory_grows)

@@ -122,9 +122,9 @@ class HostBackend:
         """Prepare calls; see `Buffer.prepare_low_latency`. They take as long as ordinary ones."""
         return OrdinaryLowLatency(self, preparation, self._hooks)
 
-    def low_latency_combine_view(self, framework: Framework) -> View:
+    def low_latency_combine_view(self, framework: Framework, capacity: int) -> View:
         """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""
-        return self._low_latency.combine_view(framework)
+        return self._low_latency.combine_view(framework, capacity)
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Exclude a rank from low-latency calls, or include it again."""

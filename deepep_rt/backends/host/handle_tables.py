@@ -72,7 +72,7 @@ class HostHandleTables:
         for name, values in given.items():
             parts[name][: values.size] = values.ravel()
 
-    def load_low_latency(self, words: View, num_tokens: int, has_weights: bool) -> LowLatencyHandle:
+    def load_low_latency(self, words: View, num_tokens: int, has_weights: bool, capacity: int) -> LowLatencyHandle:
         parts, topk = self._split(host_bytes(words).view("int32")), self._info.config.num_topk
         num_rows = int(parts["num_rows"][0])
         rows = self._load_handle(parts["rows"], num_tokens, num_rows)
@@ -89,9 +89,10 @@ class HostHandleTables:
             table("recv_idx", num_rows),
             weights,
             own_weights,
-            self._info.config,
+            self._info.config.num_local_experts,
+            capacity,
         )
-        return LowLatencyHandle(num_tokens, self._info.serial, routing, has_weights, words.framework)
+        return LowLatencyHandle(num_tokens, self._info.serial, routing, has_weights, words.framework, capacity)
 
     def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
         assert handle.routing.rows_between is not None, "several nodes, or a handle of an array: see first_rows"

@@ -35,18 +35,21 @@ class LowLatency:
         self._throughput, self._channel, self._agreement = throughput, throughput.channel, throughput.agreement
         self._combine_memory: Result | None = None
 
-    def combine_view(self, framework: Framework) -> View:
+    def combine_view(self, framework: Framework, capacity: int) -> View:
         """The memory of `Buffer.get_low_latency_combine_buffer`, as a View of this framework."""
+        config = self._config
         if self._combine_memory is None:
-            config = self._config
             shape = (config.num_local_experts, config.worst_recv_tokens, config.hidden)
             self._combine_memory = Result(shape, "bfloat16", fill=0)
-        return self._combine_memory.view(framework)
+        whole = self._combine_memory.view(framework)
+        return dataclasses.replace(whole, shape=(config.num_local_experts, capacity, config.hidden))
 
     def dispatch(self, inputs: LowLatencyDispatchInputs, with_hook: bool) -> LowLatencyDispatchResult:
         """Send tokens to their experts; with a hook, the results are written when it is called."""
         self._hooks.dispatch.check_can_start(with_hook)
-        x, scales = fp8_rows(inputs.x, inputs.round_scale, inputs.use_ue8m0) if inputs.use_fp8 else (inputs.x, None)
+        x, scales = inputs.x, inputs.x_scales
+        if inputs.use_fp8:
+            x, scales = fp8_rows(x, inputs.round_scale, inputs.use_ue8m0)
         start = time.perf_counter_ns()
         with self._agreement.low_latency_call(inputs.signature(x.dtype, scales.dtype if scales else None)):
             sources = self._channel.peers
@@ -63,9 +66,10 @@ class LowLatency:
             values_of(recv_idx),
             None if weights is None else values_of(weights),
             None if inputs.topk_weights is None else values_of(inputs.topk_weights).copy(),
-            self._config,
+            self._config.num_local_experts,
+            capacity := self._config.num_ranks * inputs.num_max_tokens,
         )
-        shape = (self._config.num_local_experts, self._config.worst_recv_tokens)
+        shape = (self._config.num_local_experts, capacity)
         results = {
             name: Result((*shape, view.shape[1]), view.dtype, fill=0)
             for name, view in (("x", x), ("scales", scales))
@@ -75,7 +79,7 @@ class LowLatency:
 
         def receive() -> None:
             _sort_by_expert(results, arrived, routing)
-            self._write_counts(num_recv, routing, inputs)
+            self._write_counts(num_recv, routing, inputs, capacity)
             if inputs.wait_stats is not None:
                 # All rows come in one exchange, so each source is charged with the whole wait.
                 host_bytes(inputs.wait_stats).view(np.int64)[sources] += waited_ns
@@ -87,7 +91,7 @@ class LowLatency:
         views: Views = {"scales": None, "num_recv_per_expert": num_recv.view(framework)}
         views.update({name: result.view(framework) for name, result in results.items()})
         kept = dataclasses.replace(routing, hook_state=hook.state if hook else None)
-        handle = LowLatencyHandle(x.shape[0], self._serial, kept, weights is not None, framework)
+        handle = LowLatencyHandle(x.shape[0], self._serial, kept, weights is not None, framework, capacity)
         if inputs.into is not None:
             self._write_into(inputs.into, results, handle)
         return LowLatencyDispatchResult(handle=handle, event=Event(), hook=hook, make_views=lambda: views)
@@ -128,13 +132,12 @@ class LowLatency:
                 rows_of(out)[...] = results[name].rows
         self._tables.save_low_latency(handle, memory.tables)
 
-    def _write_counts(self, num_recv: Result, routing: ExpertRouting, inputs: LowLatencyDispatchInputs) -> None:
+    def _write_counts(self, num_recv: Result, routing: ExpertRouting, inputs: LowLatencyDispatchInputs, capacity: int) -> None:
         """Count the rows of each expert, and warn if some were dropped."""
-        capacity = self._config.worst_recv_tokens
         counts = np.minimum(routing.counts, capacity).astype(np.int32)
         fullest = int(routing.counts.argmax())
         if routing.counts[fullest] > capacity:
-            self._overflow.warn_of_expert(fullest, int(routing.counts[fullest]), capacity)
+            self._overflow.warn_of_expert(fullest, int(routing.counts[fullest]))
         num_recv.values[:, 0] = counts
         if inputs.recv_stats is not None:
             stats = host_bytes(inputs.recv_stats).view(np.int32)

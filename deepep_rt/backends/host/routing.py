@@ -124,19 +124,23 @@ def new_expert_routing(
     recv_idx: np.ndarray,
     weights: np.ndarray | None,
     own_weights: np.ndarray | None,
-    config: Config,
+    num_experts: int,
+    capacity: int,
 ) -> ExpertRouting:
-    """Sort the entries of the rows that arrived by expert. Entries of an expert keep the order of rows: by source rank and token."""
+    """Sort the entries of the rows that arrived by expert. Entries of an expert keep the order of rows: by source rank and token.
+
+    Each of the `num_experts` local experts has room for `capacity` rows.
+    """
     routing: Routing = rows.routing
     has_arrived = np.zeros(len(recv_idx), bool)  # rows of a rank that was masked before it sent them leave a gap
     for first, count in routing.row_ranges:
         has_arrived[first : first + count] = True
     row, choice = np.nonzero((recv_idx >= 0) & has_arrived[:, None])
     expert = recv_idx[row, choice].astype(np.int64)
-    counts = np.bincount(expert, minlength=config.num_local_experts)
+    counts = np.bincount(expert, minlength=num_experts)
     by_expert = np.argsort(expert, kind="stable")
     first_entry = np.cumsum(counts) - counts
     position = np.empty_like(expert)
     position[by_expert] = np.arange(len(expert)) - first_entry[expert[by_expert]]
-    slot = np.where(position < config.worst_recv_tokens, expert * config.worst_recv_tokens + position, -1)
+    slot = np.where(position < capacity, expert * capacity + position, -1)
     return ExpertRouting(rows, topk_idx, row, choice, expert, slot, counts, weights, own_weights)

@@ -80,7 +80,7 @@ def test_two_events_are_both_raised(fake: FakeGpu, make: Any) -> None:
 def test_rows_without_room_are_logged_once(fake: FakeGpu, make: Any, caplog: pytest.LogCaptureFixture) -> None:
     for word, value, wanted in (
         ("no_room", 50 << 32 | 40, "rank 0: dispatch received 50 rows; num_worst_tokens=40"),
-        ("full_expert", 4 << 32 | 300, "rank 0: low_latency_dispatch received 300 rows for local expert 3; room for 256"),
+        ("full_expert", 4 << 32 | 300, "rank 0: low_latency_dispatch received 300 rows for local expert 3, which has room"),
     ):
         with make(low_latency=True) as buffer:
             page = buffer._backend.runtime.page
