@@ -128,7 +128,7 @@ class BufferState:
         return buffers
 
 
-_QUANTISED = "Quantise what arrives, or pass use_fp8=True"
+_QUANTISED = "Quantise the rows before the call, and pass x=(rows, scales)"
 _NO_OVERLAP = "Call it after the product of the experts; return_recv_hook overlaps the way back with other work"
 _OF_OTHERS: dict[str, dict[str, str]] = {
     "__init__": {"is_intranode": ""},

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _env
-from .. import buffer as _core
 from .._checks import argument_error, flag, instance, whole_number
 from ..backends.agreement import creation_comm
 from ..comm.communicator import Communicator
@@ -22,7 +21,7 @@ from ..network import NetworkOptions
 from ..torch.process_group import communicator
 from .base import BufferState, knows_other_versions
 from .buffer_cache import LowLatencyBuffers, NormalBuffers
-from .config import MOST_BYTES, Config, expected_ranks_per_node
+from .config import MOST_BYTES, USUAL_TOPK, Config, low_latency_bytes
 from .events import EventHandle, EventOverlap
 from .low_latency import LowLatencyCalls
 from .normal import NormalCalls
@@ -39,8 +38,8 @@ class Buffer(NormalCalls, LowLatencyCalls):
         group: A `torch.distributed` group, an mpi4py communicator, or None.
         num_nvl_bytes: Bytes for the normal mode (`dispatch`, `combine`) on each rank. They decide how many tokens fit at first. A call
             with more tokens takes more memory. 0: no normal mode.
-        num_rdma_bytes: Between nodes and without `low_latency_mode`, more such bytes. Otherwise accepted without effect: the
-            low-latency mode takes the memory that its calls need.
+        num_rdma_bytes: Between nodes and without `low_latency_mode`, more such bytes. With it, the bytes of that mode: they decide how many
+            tokens fit at first, as `get_low_latency_rdma_size_hint` counts. A call with more tokens takes more memory.
         low_latency_mode: Whether the low-latency calls may be made.
         num_qps_per_rank: Connections to each peer on another host (NVSHMEM's IBGDA).
         allow_nvlink_for_low_latency_mode: False: low-latency calls use NVSHMEM also between the ranks of a host.
@@ -120,7 +119,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
             settings["ranks_per_node"] = 1
         if network is not None:
             settings["network"] = network
-        low_latency = LowLatencyBuffers(ranks, **settings) if self.low_latency_mode else None
+        low_latency = LowLatencyBuffers(ranks, self.num_rdma_bytes, **settings) if self.low_latency_mode else None
         num_ranks, sizes = Buffer._hinted
         if low_latency is not None and self.enable_shrink and num_ranks == self.group_size:
             low_latency.buffer_for(*sizes, "cuda" if torch.cuda.is_available() else "host")
@@ -189,15 +188,12 @@ class Buffer(NormalCalls, LowLatencyCalls):
 
         More than 8 ranks count as ranks of several nodes, unless `DEEPEP_RT_RANKS_PER_NODE` declares the nodes.
         """
-        given = {"hidden": hidden, "num_ranks": num_ranks, "num_experts": num_experts}
-        given["num_max_dispatch_tokens_per_rank"] = num_max_dispatch_tokens_per_rank
-        sizes = {name: whole_number(value, name, 1, MOST_BYTES, error=EPConfigError) for name, value in given.items()}
-        num_ranks, tokens = sizes.pop("num_ranks"), sizes.pop("num_max_dispatch_tokens_per_rank")
-        sizes["num_topk"] = min(8, sizes["num_experts"])
-        node = expected_ranks_per_node(num_ranks)
-        settings: dict[str, Any] = {**sizes, "num_max_tokens_per_rank": tokens, "low_latency": True, "ranks_per_node": node}
-        num_bytes = _core.Buffer.size_hint(num_ranks, **settings)["total"]
-        Buffer._hinted = num_ranks, (tokens, sizes["hidden"], sizes["num_topk"], sizes["num_experts"])
+        given = {"num_max_dispatch_tokens_per_rank": num_max_dispatch_tokens_per_rank, "hidden": hidden}
+        given |= {"num_ranks": num_ranks, "num_experts": num_experts}
+        sizes = [whole_number(value, name, 1, MOST_BYTES, error=EPConfigError) for name, value in given.items()]
+        num_bytes = low_latency_bytes(*sizes)
+        tokens, hidden, num_ranks, num_experts = sizes
+        Buffer._hinted = num_ranks, (tokens, hidden, min(USUAL_TOPK, num_experts), num_experts)
         return num_bytes
 
     @staticmethod

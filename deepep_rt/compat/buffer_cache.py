@@ -32,7 +32,7 @@ from ..config import MAX_EXPERTS, MAX_TOPK
 from ..errors import EPConfigError, EPError, EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from ..network import NetworkOptions
 from ..results import DispatchResult
-from .config import normal_bytes
+from .config import low_latency_bytes, normal_bytes
 
 _MIN_TOKENS = 128  # of a Buffer for the normal mode: fewer would save little memory
 _MAX_INITIAL_TOKENS = 8192  # of a Buffer that no call has needed yet
@@ -316,26 +316,61 @@ class NormalBuffers(_BuffersByShape):
 
 
 class LowLatencyBuffers:
-    """Buffers of the low-latency mode. Every call names all sizes of its Buffer."""
+    """Buffers of the low-latency mode. Every call names all sizes, and the largest Buffer of them serves calls for fewer tokens.
 
-    def __init__(self, comm: Communicator, **settings: Any) -> None:
-        self._comm, self._settings = comm, settings
-        self._buffers: dict[tuple[int, int, int, int, str], Buffer] = {}
+    `num_bytes` is the memory that the program has asked for. A new Buffer takes as many tokens as fit in it, as `low_latency_bytes` counts.
+    """
+
+    def __init__(self, comm: Communicator, num_bytes: int, **settings: Any) -> None:
+        self._comm, self._num_bytes, self._settings = comm, num_bytes, settings
+        self._current: dict[tuple[int, int, int, str], Buffer] = {}  # by hidden, top-k, experts and backend
+        self._outgrown: list[Buffer] = []  # the program may still hold their handles and results, or graphs of their calls
         self._masked: set[int] = set()  # by `set_mask`
 
+    @property
+    def living(self) -> list[Buffer]:
+        """All Buffers."""
+        return [*self._outgrown, *self._current.values()]
+
     def buffer_for(self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str) -> Buffer:
-        """Return a Buffer for calls of these sizes, or make one. It may take more experts of a token than `num_topk`."""
-        key = (num_tokens, hidden, num_topk, num_experts, backend)
-        buffer = self._buffers.get(key) or self._buffer_of_larger_topk(*key)
-        if buffer is None:
-            check_not_capturing(backend)
-            text = "it makes a Buffer for its low_latency_dispatch, which has "
-            notes = [(other, text + _differences(key, sizes)) for sizes, other in self._buffers.items()]
-            with making_instead(self._comm, notes):
-                buffer = self._buffers[key] = self._make(num_tokens, hidden, num_topk, num_experts, backend)
-            for rank in self._masked:
-                buffer.mask_rank(rank)
+        """Return a Buffer for calls of these sizes, or make one. It may take more tokens, and more experts of a token."""
+        for (*sizes, name), buffer in sorted(self._current.items()):
+            is_enough = sizes[1] >= num_topk and buffer.config.num_max_tokens_per_rank >= num_tokens
+            if is_enough and (sizes[0], sizes[2], name) == (hidden, num_experts, backend):
+                return buffer
+        check_not_capturing(backend)
+        key = (hidden, num_topk, num_experts, backend)
+        text = "it makes a Buffer for its low_latency_dispatch, which has "
+        notes = [(other, text + _differences((num_tokens, *key), _sizes_of(other))) for other in self.living]
+        old = self._current.pop(key, None)
+        if old is not None:
+            self._outgrown.append(old)
+        with making_instead(self._comm, notes):
+            buffer = self._current[key] = self._make(self._room(num_tokens, hidden, num_experts, old is not None), *key)
+        for rank in self._masked:
+            buffer.mask_rank(rank)
         return buffer
+
+    def _room(self, num_tokens: int, hidden: int, num_experts: int, grows: bool) -> int:
+        """Return the tokens of a rank for which a new Buffer has room. Where it `grows`, it rarely grows again."""
+
+        def fits(tokens: int) -> bool:
+            try:
+                num_bytes = low_latency_bytes(tokens, hidden, self._comm.Get_size(), num_experts)
+            except EPConfigError:  # no Buffer has room for so many
+                return False
+            return tokens <= least or num_bytes <= self._num_bytes
+
+        least = 1 << (num_tokens - 1).bit_length() if grows else num_tokens
+        if not fits(least):
+            return num_tokens
+        low, high = least, 2 * least
+        while fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
     def _make(self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str) -> Buffer:
         sizes: dict[str, Any] = dict(
@@ -346,26 +381,13 @@ class LowLatencyBuffers:
         except EPConfigError as error:  # it names the arguments of that class
             raise EPConfigError(str(error).replace("num_max_tokens_per_rank", "num_max_dispatch_tokens_per_rank")) from error
 
-    @property
-    def living(self) -> list[Buffer]:
-        """All Buffers."""
-        return list(self._buffers.values())
-
-    def _buffer_of_larger_topk(
-        self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str
-    ) -> Buffer | None:
-        for (*sizes, topk, experts, name), buffer in self._buffers.items():
-            if (*sizes, experts, name) == (num_tokens, hidden, num_experts, backend) and topk > num_topk:
-                return buffer
-        return None
-
     def find_silent_ranks(self, num_tokens: int, hidden: int, num_experts: int) -> None:
         """Make a call without tokens on each Buffer for calls of these sizes. Such a call waits for all ranks."""
-        for (tokens, *sizes, backend), buffer in self._buffers.items():
-            if (tokens, sizes[0], sizes[2]) == (num_tokens, hidden, num_experts):
+        for (width, num_topk, experts, backend), buffer in self._current.items():
+            if (width, experts) == (hidden, num_experts) and buffer.config.num_max_tokens_per_rank >= num_tokens:
                 device = "cuda" if backend == "cuda" else "cpu"
                 x = torch.empty((0, hidden), dtype=torch.bfloat16, device=device)
-                buffer.low_latency_dispatch(x, torch.empty((0, sizes[1]), dtype=torch.int64, device=device))
+                buffer.low_latency_dispatch(x, torch.empty((0, num_topk), dtype=torch.int64, device=device))
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Exclude a rank from the calls, or include it again."""
@@ -374,23 +396,23 @@ class LowLatencyBuffers:
             raise argument_error(rank, "rank_to_mask", "a rank of the group other than this one", "Pass another rank.")
         masked = flag(masked, "mask")
         (self._masked.add if masked else self._masked.discard)(rank)
-        for buffer in self._buffers.values():
+        for buffer in self.living:
             if masked != (rank in buffer.query_masked_ranks()):
                 (buffer.mask_rank if masked else buffer.unmask_rank)(rank)
 
     def masked_ranks(self) -> list[int]:
         """List the ranks that calls exclude, ascending."""
-        return sorted(self._masked.union(*(buffer.query_masked_ranks() for buffer in self._buffers.values())))
+        return sorted(self._masked.union(*(buffer.query_masked_ranks() for buffer in self.living)))
 
     def check(self) -> None:
         """Raise the error that the next call would raise."""
-        for buffer in self._buffers.values():
+        for buffer in self.living:
             buffer.check()
 
     def destroy(self) -> None:
         """Destroy all Buffers. Collective."""
         with ExitStack() as stack:
-            for buffer in self._buffers.values():
+            for buffer in self.living:
                 stack.callback(buffer.destroy)
 
 
@@ -445,6 +467,12 @@ class ElasticBuffers(_BuffersByShape):
         with ExitStack() as stack:
             for buffer in self.living:
                 stack.callback(buffer.destroy)
+
+
+def _sizes_of(buffer: Buffer) -> tuple[Any, ...]:
+    """Return the sizes of calls for which a Buffer was made."""
+    config = buffer.config
+    return config.num_max_tokens_per_rank, config.hidden, config.num_topk, config.num_experts, buffer.backend
 
 
 def _differences(mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> str:

@@ -9,7 +9,7 @@ from ..errors import EPConfigError
 
 MOST_BYTES = 1 << 62
 """The largest number that this library accepts for bytes, or for a setting without effect."""
-_USUAL_TOPK = 8  # programs ask for a size hint before they know the routing; the tables that depend on it are small
+USUAL_TOPK = 8  # programs ask for a size hint before they know the routing; the tables that depend on it are small
 
 
 class Config:
@@ -84,9 +84,9 @@ class Config:
     def _num_bytes(self, hidden_bytes: int, num_ranks: int, ranks_per_node: int | None = None) -> int:
         """Return the bytes of a Buffer for the tokens that DeepEP's rings hold."""
         tokens = max(1, self.num_sms // 2) * self.num_max_nvl_chunked_recv_tokens
-        experts = num_ranks * max(1, min(_USUAL_TOPK, MAX_EXPERTS // num_ranks))
+        experts = num_ranks * max(1, min(USUAL_TOPK, MAX_EXPERTS // num_ranks))
         return normal_bytes(
-            num_ranks, tokens, hidden_bytes // 2, min(_USUAL_TOPK, experts), experts, "bfloat16", ranks_per_node=ranks_per_node
+            num_ranks, tokens, hidden_bytes // 2, min(USUAL_TOPK, experts), experts, "bfloat16", ranks_per_node=ranks_per_node
         )
 
     def __repr__(self) -> str:
@@ -113,6 +113,19 @@ def normal_bytes(
         dtype=dtype,
         num_slots=num_slots,
         ranks_per_node=ranks_per_node,
+    )["total"]
+
+
+def low_latency_bytes(num_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Return the GPU memory, in bytes, of a `deepep_rt.Buffer` for the low-latency mode with these sizes."""
+    return Buffer.size_hint(
+        num_ranks,
+        num_max_tokens_per_rank=num_tokens,
+        hidden=hidden,
+        num_topk=min(USUAL_TOPK, num_experts),
+        num_experts=num_experts,
+        low_latency=True,
+        ranks_per_node=expected_ranks_per_node(num_ranks),
     )["total"]
 
 

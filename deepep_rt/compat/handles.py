@@ -268,8 +268,8 @@ class ExpertHandle(_Fields):
         config = buffer.config
         self.buffer, self.routing = buffer, routing
         self.num_topk = num_topk  # the caller's; that of the Buffer may be larger
-        self.num_max_dispatch_tokens_per_rank, self.hidden = config.num_max_tokens_per_rank, config.hidden
-        self.num_experts = config.num_experts
+        self.num_max_dispatch_tokens_per_rank = routing.capacity // config.num_ranks
+        self.hidden, self.num_experts = config.hidden, config.num_experts
         self.is_received = True  # a call with a hook sets it to False until the hook has run
 
     @property

@@ -11,7 +11,7 @@ from ..buffer import Buffer
 from ..errors import EPInputError, EPUnavailableError
 from ..results import LowLatencyDispatchResult
 from .base import Calls, knows_other_versions, tells_refusals
-from .checks import Tensors, backend_for, check_choices, check_handle, check_rows, check_tensor, without_gradient
+from .checks import Tensors, backend_for, check_choices, check_handle, check_tensor, rows_and_scales, without_gradient
 from .config import MOST_BYTES
 from .events import CallStream, EventOverlap
 from .handles import ExpertHandle
@@ -37,7 +37,7 @@ class LowLatencyCalls(Calls):
     @knows_other_versions
     def low_latency_dispatch(
         self,
-        x: torch.Tensor,
+        x: Tensors,
         topk_idx: torch.Tensor,
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
@@ -52,9 +52,11 @@ class LowLatencyCalls(Calls):
         """Send a few tokens to their experts with low latency. The rows that arrive lie expert by expert.
 
         Args:
-            x: `[num_tokens, hidden]` bfloat16.
+            x: `[num_tokens, hidden]` bfloat16. DeepEP takes no other rows. Here, rows that the program has quantised travel as they are,
+                whatever `use_fp8` says: a pair of rows and scales, or rows alone. In uint8, a byte holds two of the `hidden` numbers.
             topk_idx: `[num_tokens, num_topk]` int64 or int32, expert numbers, all different for one token; -1 skips.
-            num_max_dispatch_tokens_per_rank: The largest number of tokens of a rank. The same on all ranks.
+            num_max_dispatch_tokens_per_rank: The largest number of tokens of a rank in this call. The same on all ranks. One Buffer serves
+                all numbers up to its own.
             num_experts: Experts over all ranks.
             cumulative_local_expert_recv_stats: `[num_local_experts]` int32. The call adds the tokens that arrive.
             dispatch_wait_recv_cost_stats: `[num_ranks]` int64. The call adds the nanoseconds of waiting for each source.
@@ -67,6 +69,7 @@ class LowLatencyCalls(Calls):
         Returns:
             `recv_x` `[num_local_experts, num_ranks * num_max_dispatch_tokens_per_rank, hidden]`. With FP8, a pair of it and the
             scales: `[..., hidden // 128]` float32 or `[..., hidden // 512]` int32, the last two dimensions in column-major order.
+            With quantised rows, a pair if `x` is one. Scales of 4 bytes have that order too, and others lie row by row.
             Then `recv_count` `[num_local_experts]` int32, `handle`, `event`, and `hook` (None without `return_recv_hook`).
 
         Raises:
@@ -80,14 +83,17 @@ class LowLatencyCalls(Calls):
         """
         buffers = self._state.low_latency_buffers()
         _check_hook(async_finish, return_recv_hook)
-        check_rows(x)
+        x, scales = rows_and_scales(x)
         check_tensor(topk_idx, "topk_idx")
         x = without_gradient(x)
         check_choices(topk_idx)
-        hidden, num_topk = x.shape[1], topk_idx.shape[1]
+        is_quantised = x.dtype is not torch.bfloat16
+        hidden, num_topk = x.shape[1] * (2 if x.dtype is torch.uint8 else 1), topk_idx.shape[1]
         num_tokens = whole_number(num_max_dispatch_tokens_per_rank, "num_max_dispatch_tokens_per_rank", 1, MOST_BYTES)
         num_experts = whole_number(num_experts, "num_experts", 1, MOST_BYTES)
         use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
+        if is_quantised:
+            use_fp8 = round_scale = use_ue8m0 = False
         if use_ue8m0 and hidden % 512:
             raise EPInputError(f"hidden={hidden}; expected a multiple of 512 with use_ue8m0=True. Pass use_ue8m0=False.")
         buffer = buffers.buffer_for(num_tokens, hidden, num_topk, num_experts, backend_for(x))
@@ -102,11 +108,13 @@ class LowLatencyCalls(Calls):
             return_recv_hook=return_recv_hook,
             cumulative_local_expert_recv_stats=cumulative_local_expert_recv_stats,
             wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+            x_scales=scales,
+            num_max_tokens=num_tokens,
             **stream.options,
         )
         handle = ExpertHandle(buffer, sent.handle, num_topk)
-        recv_x, hook = _receive(sent, handle, stream, use_fp8, use_ue8m0)
-        event = stream.finish(x, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
+        recv_x, hook = _receive(sent, handle, stream, use_fp8 or scales is not None, use_ue8m0)
+        event = stream.finish(x, scales, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         return recv_x, sent.num_recv_tokens_per_expert, handle, event, hook
 
     @tells_refusals
@@ -229,22 +237,24 @@ class LowLatencyCalls(Calls):
 
 
 def _receive(
-    sent: LowLatencyDispatchResult, handle: ExpertHandle, stream: CallStream, use_fp8: bool, use_ue8m0: bool
+    sent: LowLatencyDispatchResult, handle: ExpertHandle, stream: CallStream, has_scales: bool, use_ue8m0: bool
 ) -> tuple[Tensors, Callable[[], None] | None]:
     """Return the rows as DeepEP does, with scales in column-major order, and the hook of the call."""
     recv_x: Tensors = sent.recv_x
     copies = []  # of scales, from one tensor to another, when rows have arrived
-    if use_fp8:
+    if has_scales:
         if sent.recv_x_scales is None:
             raise EPUnavailableError(
                 "use_fp8=True; expected False, because these GPUs cannot convert to FP8. Pass use_fp8=False."
             )
         scales = sent.recv_x_scales.view(torch.int32) if use_ue8m0 else sent.recv_x_scales
-        with stream.current():
-            columns = torch.empty(scales.mT.shape, dtype=scales.dtype, device=scales.device).mT
-        stream.record_use(columns)
-        recv_x = (sent.recv_x, columns)
-        copies.append((columns, scales))
+        recv_x = (sent.recv_x, scales)
+        if scales.itemsize == 4:
+            with stream.current():
+                columns = torch.empty(scales.mT.shape, dtype=scales.dtype, device=scales.device).mT
+            stream.record_use(columns)
+            recv_x = (sent.recv_x, columns)
+            copies.append((columns, scales))
 
     def copy_scales() -> None:
         with stream.current():

@@ -226,7 +226,7 @@ def test_tables_of_low_latency_handles_on_gpus(monkeypatch: pytest.MonkeyPatch) 
 
     tables = CudaHandleTables(BufferInfo(1, config, HOST), layout)  # host memory replaces memory of a GPU
     monkeypatch.setattr(handles, "backend_of", lambda buffer: SimpleNamespace(tables=tables))
-    handle = SimpleNamespace(routing=(SimpleNamespace(ptr=memory.ctypes.data), None))
+    handle = SimpleNamespace(routing=(SimpleNamespace(ptr=memory.ctypes.data), None), capacity=rows)
     tokens, ranges = handles.expert_tables(SimpleNamespace(config=config), handle)
     assert tokens.tolist() == [[1, 0, 3] + [-1] * (rows - 3), [1, 0, -1, 3] + [-1] * (rows - 4)]
     assert [[(int(r) >> 32, int(r) & 0xFFFFFFFF) for r in expert] for expert in ranges] == [
@@ -319,7 +319,7 @@ def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> No
     from deepep_rt.network import NetworkOptions
 
     made: list[dict] = []
-    monkeypatch.setattr("deepep_rt.compat.buffer.LowLatencyBuffers", lambda ranks, **settings: made.append(settings))
+    monkeypatch.setattr("deepep_rt.compat.buffer.LowLatencyBuffers", lambda ranks, num_bytes, **settings: made.append(settings))
     ibgda, relay = NetworkOptions(ibgda=True, connections_per_peer=12), NetworkOptions(transport="mpi")
     for ranks_on_host, options, settings in (
         (1, {}, {"on_timeout": "raise"}),
@@ -386,7 +386,7 @@ def test_counts_and_rows_that_no_buffer_sends() -> None:
 @pytest.mark.parametrize(
     ("call", "options", "refused"),
     [
-        ("low_latency_dispatch", dict(use_nvfp4=True), "use_nvfp4=True.*use_fp8=True"),
+        ("low_latency_dispatch", dict(use_nvfp4=True), "use_nvfp4=True.*x=\\(rows, scales\\)"),
         ("low_latency_dispatch", dict(x_global_scale=1.0), "x_global_scale=1.0"),
         ("low_latency_dispatch", dict(use_nvfp4=False, x_global_scale=None), ""),
         ("low_latency_combine", dict(overlap=True, comp_signal=3), "overlap=True.*return_recv_hook"),

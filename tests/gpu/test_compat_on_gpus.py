@@ -20,6 +20,8 @@ PROGRAMS = [
     "run_growth",
     "run_ranks_only",
     "run_low_latency",
+    "run_smaller_maxima",
+    "run_quantised_rows",
     "run_two_in_flight",
     "run_handles_taken_apart",
     "run_copied_results",

@@ -49,6 +49,14 @@ def check_low_latency(comm: MPI.Intracomm) -> None:
     deepep_v1.run_low_latency(World(comm, "cpu"))
 
 
+def check_smaller_maxima(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_smaller_maxima(World(comm, "cpu"))
+
+
+def check_quantised_rows(comm: MPI.Intracomm) -> None:
+    deepep_v1.run_quantised_rows(World(comm, "cpu"))
+
+
 def check_two_in_flight(comm: MPI.Intracomm) -> None:
     deepep_v1.run_two_in_flight(World(comm, "cpu"))
 

@@ -8,7 +8,7 @@ from .errors import run_errors
 from .growth import run_growth
 from .handles import run_handles_taken_apart
 from .internode import run_internode, run_internode_growth
-from .low_latency import run_low_latency, run_two_in_flight
+from .low_latency import run_low_latency, run_quantised_rows, run_smaller_maxima, run_two_in_flight
 from .masks import run_lost_ranks, run_masks
 from .normal import run_normal, run_ranks_only
 from .results import run_copied_results, run_gradients
@@ -44,7 +44,9 @@ __all__ = [
     "run_low_latency",
     "run_masks",
     "run_normal",
+    "run_quantised_rows",
     "run_ranks_only",
+    "run_smaller_maxima",
     "run_two_in_flight",
     "settings_of_deepep_tests",
     "tokens_in_ranks",

@@ -14,6 +14,13 @@ from deepep_rt import EPInputError
 from .world import HIDDEN, World, deep_ep, difference, from_fp8, routing, to_fp8
 
 FORMATS = ((False, False, False), (True, False, False), (True, True, False), (True, True, True))
+QUANTISED = (  # bytes of a row, their dtype, and the bytes of scales and their dtype
+    (HIDDEN, torch.float8_e4m3fn, (HIDDEN // 32, torch.float32)),
+    (HIDDEN, torch.float8_e4m3fn, (HIDDEN // 128, torch.int32)),
+    (HIDDEN, torch.int8, None),
+    (HIDDEN // 2, torch.uint8, (HIDDEN // 32, torch.uint8)),
+    (HIDDEN // 2, torch.uint8, (HIDDEN // 16, torch.float8_e4m3fn)),
+)
 NO_FP8 = dict(use_fp8=False, round_scale=False, use_ue8m0=False)
 
 
@@ -36,6 +43,79 @@ def run_low_latency(world: World) -> None:
                     RoundTrip(
                         world, buffer, rows, topk_idx, weights, tokens, num_experts, options, hooked, has_rank=rows is x
                     ).run()
+
+
+def run_smaller_maxima(world: World) -> None:
+    """One Buffer serves calls with each smaller number of tokens, in any order, also in handles that live on."""
+    rank, ranks, most = world.rank, world.num_ranks, 32
+    num_experts, num_topk = 4 * ranks, 4
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(most, HIDDEN, ranks, num_experts)
+    for num_bytes, numbers in ((hint, range(1, most + 1)), (0, (most, 5, 31, 1))):
+        with world.buffer(num_rdma_bytes=num_bytes, low_latency_mode=True) as buffer:
+            served = set()
+            for tokens in numbers:
+                x = world.random_rows(max(tokens - rank % 4, 0), tokens)
+                topk_idx = routing(world, tokens, len(x), num_topk, num_experts)
+                weights = world.random_weights(len(x), num_topk, tokens)
+                trip = RoundTrip(world, buffer, x, topk_idx, weights, tokens, num_experts, hooked=tokens % 2 == 1)
+                trip.run()
+                served.add(trip.served)
+            (one,) = served
+            assert one.config.num_max_tokens_per_rank == most
+    with world.buffer(low_latency_mode=True) as buffer:  # without a hint, it grows to the next power of two
+        made = []
+        for tokens in (3, 5, 8, 9, 4):
+            x = world.random_rows(tokens, tokens)
+            topk_idx = routing(world, tokens, tokens, num_topk, num_experts)
+            trip = RoundTrip(world, buffer, x, topk_idx, world.random_weights(tokens, num_topk, tokens), tokens, num_experts)
+            trip.run()
+            made.append(trip.served.config.num_max_tokens_per_rank)
+        assert made == [3, 8, 8, 16, 16], made
+
+
+def run_quantised_rows(world: World) -> None:
+    """Rows that the program has quantised, with their scales, which arrive as they are."""
+    rank, ranks, tokens = world.rank, world.num_ranks, 12
+    num_experts, num_topk, each = 4 * ranks, 4, 4
+    for number, (width, dtype, scales) in enumerate(QUANTISED):
+        made = torch.Generator().manual_seed(10 * number + rank)
+        num_tokens = tokens - 3 * (rank % 4)
+        x = torch.randint(0, 256, (num_tokens, width), dtype=torch.uint8, generator=made).to(world.device)
+        x[:, 0], x[:, 1] = rank, torch.arange(num_tokens, device=world.device)
+        given = None
+        if scales is not None:
+            given = torch.randint(0, 255, (num_tokens, scales[0]), dtype=torch.uint8, generator=made).to(world.device)
+            given[:, 0], given[:, 1] = x[:, 0], x[:, 1]
+            given = given.view(scales[1])
+        topk_idx = routing(world, number, num_tokens, num_topk, num_experts)
+        weights = world.random_weights(num_tokens, num_topk, number)
+        with world.buffer(low_latency_mode=True) as buffer:
+            rows = x.view(dtype)
+            packed, count, handle, _, hook = buffer.low_latency_dispatch(
+                rows if given is None else (rows, given), topk_idx, tokens, num_experts, return_recv_hook=number % 2 == 1
+            )
+            if hook is not None:
+                hook()
+            recv_x, recv_scales = packed if given is not None else (packed, None)
+            assert (recv_x.dtype, tuple(recv_x.shape)) == (dtype, (each, ranks * tokens, width))
+            everyone, their_scales = world.gather(x), world.gather(x if given is None else given.view(torch.uint8).contiguous())
+            for expert, total in enumerate(count.tolist()):
+                got = recv_x.view(torch.uint8)[expert, :total]
+                want = torch.stack([everyone[row[0]][row[1]] for row in got.tolist()]) if total else got
+                assert torch.equal(got, want.to(got.device))
+                if recv_scales is None:
+                    continue
+                assert recv_scales.dtype == scales[1]
+                found = recv_scales[expert, :total].contiguous().view(torch.uint8)
+                want = torch.stack([their_scales[row[0]][row[1]] for row in got.tolist()]) if total else found
+                assert torch.equal(found, want.to(found.device))
+                if recv_scales.itemsize == 4:
+                    assert recv_scales.stride(1) == 1, "the columns are not contiguous"
+            ones = torch.ones((each, ranks * tokens, HIDDEN), dtype=torch.bfloat16, device=world.device)
+            back, _, _ = buffer.low_latency_combine(ones, topk_idx, weights, handle)
+            assert back.shape == (num_tokens, HIDDEN)
+            chosen = torch.where(topk_idx >= 0, weights, 0).sum(1)
+            assert torch.allclose(back[:, 0].float(), chosen, rtol=0.02)
 
 
 @dataclass
@@ -91,6 +171,7 @@ class RoundTrip:
         )
         self._wait(hook, event)
         assert len(handle) == 5
+        self.served = handle.buffer
         assert tuple(handle[2:]) == (self.max_tokens, HIDDEN, self.num_experts)
         assert count.dtype == torch.int32
         if self.fp8:
