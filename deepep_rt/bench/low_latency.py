@@ -2,8 +2,9 @@
 
     mpirun -n 8 python bench/low_latency.py --json bench/results/NAME.json --compare bench/reference/h200x8_peers.json
 
-`graph`: mean of a call in a captured chain. `C fp8`, `C log10`: the same for combines with `compress=`. `step`: time of each replay of a
-graph of dispatch and combine, replayed back to back.
+`graph`: mean of a call in a captured chain. `D quantised`: the same for dispatches of bytes that travel as they are, with a float32 scale
+for each 128, as FP8 rows have. `C fp8`, `C log10`: for combines with `compress=`. `step`: time of each replay of a graph of dispatch and
+combine, replayed back to back.
 `prepared`: calls of `Buffer.prepare_low_latency`.
 `send`, `receive`: GPU times of the two launches of a call with a hook. All rows have arrived before the hook is called.
 """
@@ -19,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
+from ..arrays.dtypes import FP8_GROUP
 from ..buffer import Buffer
 from ..errors import EPUnavailableError
 from ..results import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
@@ -77,6 +79,8 @@ class Bench:
         self.x = machine.bf16(rng, num_tokens, settings.hidden)
         self.idx = machine.upload(np.ascontiguousarray(chosen, np.int64))
         self.weights = machine.upload(rng.random((num_tokens, settings.topk), dtype=np.float32))
+        self.bytes = machine.upload(rng.integers(0, 256, (num_tokens, settings.hidden), np.uint8))
+        self.scales = machine.upload(rng.random((num_tokens, -(-settings.hidden // FP8_GROUP)), dtype=np.float32))
         config = buffer.config
         rows = config.num_local_experts * config.worst_recv_tokens
         self.y = machine.bf16(rng, rows, settings.hidden).reshape(
@@ -87,6 +91,10 @@ class Bench:
     def dispatch(self, **options: Any) -> LowLatencyDispatchResult:
         use_fp8 = not self.settings.bf16
         return self.buffer.low_latency_dispatch(self.x, self.idx, topk_weights=self.weights, use_fp8=use_fp8, **options)
+
+    def dispatch_quantised(self) -> LowLatencyDispatchResult:
+        given = dict(topk_weights=self.weights, x_scales=self.scales, use_fp8=False)
+        return self.buffer.low_latency_dispatch(self.bytes, self.idx, **given)
 
     def combine(self, handle: LowLatencyHandle | None = None, **options: Any) -> LowLatencyCombineResult:
         return self.buffer.low_latency_combine(self.y, self.idx, self.weights, handle or self.handle, **options)
@@ -243,7 +251,7 @@ class GraphBench(Bench):
             *self.parts(self.dispatch),
             *self.parts(self.combine),
             *(self.compressed_chain(compress) for compress in COMPRESSIONS),
-            **self.prepared(clock),
+            **{**self.prepared(clock), "graph_dispatch_quantised_us": self.chain(self.dispatch_quantised)},
         )
 
     def prepared(self, clock: timing.CudaClock | timing.WallClock) -> dict[str, float]:

@@ -31,6 +31,7 @@ _WITHIN_A_RANK = ("copy_expert", "permute_expert")
 
 _LOW_LATENCY_COLUMNS = {
     "graph D": "graph_dispatch_us",
+    "D quantised": "graph_dispatch_quantised_us",
     "graph C": "graph_combine_us",
     "C fp8": "graph_combine_fp8_us",
     "C log10": "graph_combine_log10_us",
