@@ -216,7 +216,8 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     }
     local = {name for name, kernel in KERNELS.items() if kernel.is_local}
     of_one_node = {f"ll_combine_large{form}" for form in ("", "_fp8", "_log10")}
-    assert names[1] == {"ll_dispatch", *(f"ll_combine{form}" for form in ("", "_fp8", "_log10"))} | of_one_node | local
+    both = {"ll_dispatch", "ll_dispatch_opaque", *(f"ll_combine{form}" for form in ("", "_fp8", "_log10"))}
+    assert names[1] == both | of_one_node | local
     far = {kernel.name for kernel, _ in cli_compile.variants(Config(16, 16, ranks_per_node=8, **sizes), None)}
     assert names[1] - far == of_one_node
 
