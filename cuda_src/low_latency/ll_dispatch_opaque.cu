@@ -1,5 +1,5 @@
-// ll_dispatch_opaque: a low-latency dispatch of rows that the program has quantised, such as FP8 or 4-bit numbers, or of any other bytes. Rows
-// and scales arrive as they are. The protocol is that of ll_dispatch.
+// ll_dispatch_opaque: a low-latency dispatch of rows that the program has quantised, such as FP8 or 4-bit numbers, or of any other bytes.
+// Rows and scales arrive as they are. The protocol is that of ll_dispatch.
 #include "low_latency/ll_dispatch_call.cuh"
 #include "low_latency/ll_opaque_rows.cuh"
 

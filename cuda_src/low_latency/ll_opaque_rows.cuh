@@ -126,8 +126,8 @@ struct OpaqueRows {
   }
 };
 
-// One warp's part of a row between the inbox and the experts. Each thread loads kAtOnce vectors at a time. It starts the loads before it knows
-// the destination.
+// One warp's part of a row between the inbox and the experts. Each thread loads kAtOnce vectors at a time. It starts the loads before it
+// knows the destination.
 struct OpaquePart {
   using Rows = OpaqueRows;
   static constexpr int kAtOnce = 2;
