@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -180,6 +180,17 @@ def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
     return told
 
 
+_METHODS_OF_OTHERS = {
+    "engram": "This library has no remote storage of embeddings. Fetch them with your framework",
+    "pp_": "This library has no pipeline-parallel send. Use torch.distributed.send and recv",
+    "agrs": "This library has no all-gather sessions. Use torch.distributed.all_gather_into_tensor and reduce_scatter_tensor",
+    "all_gather": "This library has no all-gather sessions. Use torch.distributed.all_gather_into_tensor",
+    "low_precision": "Pass use_logfmt=True to low_latency_combine",
+    "nvfp4": "Quantise with your framework, and pass x=(rows, scales) to low_latency_dispatch",
+}
+"""What to use instead of methods that some version of DeepEP has, by a part of their names."""
+
+
 class Calls(SharedByCopies):
     """The base of the classes that hold the calls of one mode."""
 
@@ -215,6 +226,14 @@ class Calls(SharedByCopies):
             EPInputError: If the Buffer is awake.
         """
         self._state.wake()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise NoAttributeError, with what to use instead."""
+            instead = next((text for part, text in _METHODS_OF_OTHERS.items() if part in name), "")
+            remedy = instead or "See docs/coming-from-deepep.md for the names that are"
+            raise NoAttributeError(f"{type(self).__name__}.{name} is not a part of this library. {remedy}.")
 
     def get_comm_stream(self) -> Any:
         """Return the `torch.cuda.Stream` on which calls with `async_finish` run.

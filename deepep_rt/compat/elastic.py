@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from ..config import MAX_ALIGNMENT, MAX_EXPERTS, MAX_SMS, MAX_TIMEOUT_S, MAX_TOP
 from ..errors import EPConfigError, EPInputError
 from ..network import NetworkOptions
 from ..torch.process_group import communicator
-from .base import BufferState, Calls, NoAttributeError, tells_refusals
+from .base import BufferState, Calls, tells_refusals
 from .buffer import placement, ranks_of
 from .buffer_cache import ElasticBuffers, Shape
 from .checks import Tensors, backend_for, check_choices, check_handle, check_tensor, rows_and_scales, without_gradient
@@ -33,13 +33,6 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 2 << 20  # of DeepEP's buffers
 _USUAL_SMS = 24
-_OTHERS = {
-    "engram": "This library has no remote storage of embeddings. Fetch them with your framework",
-    "pp_": "This library has no pipeline-parallel send. Use torch.distributed.send and recv",
-    "agrs": "This library has no all-gather sessions. Use torch.distributed.all_gather_into_tensor and reduce_scatter_tensor",
-    "all_gather": "This library has no all-gather sessions. Use torch.distributed.all_gather_into_tensor",
-}
-"""What to use instead of methods that have nothing to do with experts, by a part of their names."""
 
 
 class ElasticBuffer(Calls):
@@ -512,14 +505,6 @@ class ElasticBuffer(Calls):
         """Return a number for `num_qps`, which has no effect here: at most `num_allocated_qps`."""
         sms = whole_number(num_sms, "num_sms", 1, MAX_SMS)
         return min(16 * sms + 1 if self.allow_hybrid_mode else min(sms, 9), self.num_allocated_qps)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raise NoAttributeError, with what to use instead."""
-            instead = next((text for part, text in _OTHERS.items() if part in name), "")
-            remedy = instead or "See docs/coming-from-deepep.md for the names that are"
-            raise NoAttributeError(f"ElasticBuffer.{name} is not a part of this library. {remedy}.")
 
 
 def _check_repetition(

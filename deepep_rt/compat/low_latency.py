@@ -117,6 +117,41 @@ class LowLatencyCalls(Calls):
         event = stream.finish(x, scales, topk_idx, cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats)
         return recv_x, sent.num_recv_tokens_per_expert, handle, event, hook
 
+    def low_latency_dispatch_fp4(
+        self,
+        x: torch.Tensor,
+        scales: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ExpertHandle, EventOverlap, Callable[[], None] | None]:
+        """Send rows of NVFP4 with their scales. TensorRT-LLM's version of DeepEP has this call.
+
+        Args:
+            x: `[num_tokens, hidden // 2]` uint8, two numbers in a byte.
+            scales: `[num_tokens, hidden // 16]` uint8.
+            topk_idx: As in `low_latency_dispatch`, and so are the others.
+            num_max_dispatch_tokens_per_rank: See there.
+            num_experts: See there.
+            async_finish: See there.
+            return_recv_hook: See there.
+
+        Returns:
+            The rows, their scales, `recv_count`, `handle`, `event`, and `hook` of `low_latency_dispatch((x, scales), ...)`.
+
+        Raises:
+            EPInputError: As there.
+
+        Example:
+            >>> recv_x, recv_scales, recv_count, handle, event, hook = buffer.low_latency_dispatch_fp4(x, scales, topk_idx, 128, 256)
+        """
+        sizes = num_max_dispatch_tokens_per_rank, num_experts
+        how = dict(async_finish=async_finish, return_recv_hook=return_recv_hook)
+        (recv_x, recv_scales), *rest = self.low_latency_dispatch((x, scales), topk_idx, *sizes, **how)
+        return recv_x, recv_scales, *rest
+
     @tells_refusals
     @knows_other_versions
     def low_latency_combine(

@@ -62,7 +62,8 @@ def world() -> Iterator[dict[str, Any]]:
         v2 = deep_ep.ElasticBuffer(MPI.COMM_SELF, **_V2)
         held.callback(v2.destroy)
         received, _, _, handle, _ = v2.dispatch(rows, idx, num_experts=EXPERTS)
-        sent = dict(received=received, handle=handle)
+        packed = torch.zeros(TOKENS, HIDDEN // 2, dtype=torch.uint8), torch.zeros(TOKENS, HIDDEN // 16, dtype=torch.uint8)
+        sent = dict(received=received, handle=handle, packed=packed)
         yield dict(plain=plain, low=low, v1=v1, v2=v2, rows=rows, idx=idx, layout=layout, **sent)
 
 
@@ -218,6 +219,10 @@ CASES: dict[str, Case] = {
     **_named(
         "compat.Buffer.low_latency_dispatch",
         _positional(lambda w, *n: w["v1"].low_latency_dispatch(w["rows"], w["idx"], *n)[1].tolist(), **_V1_CALL),
+    ),
+    **_named(
+        "compat.Buffer.low_latency_dispatch_fp4",
+        _positional(lambda w, *n: w["v1"].low_latency_dispatch_fp4(*w["packed"], w["idx"], *n)[2].tolist(), **_V1_CALL),
     ),
     **_named(
         "compat.Buffer.clean_low_latency_buffer",

@@ -384,6 +384,21 @@ def test_counts_and_rows_that_no_buffer_sends() -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "remedy"), [("low_latency_combine_low_precision", "use_logfmt=True"), ("no_such_call", r"coming-from-deepep\.md")]
+)
+def test_methods_of_other_versions(method: str, remedy: str) -> None:
+    from mpi4py import MPI
+
+    from deepep_rt import compat
+
+    buffer = compat.Buffer(None, low_latency_mode=True, comm=MPI.COMM_SELF)
+    assert not hasattr(buffer, method)
+    with pytest.raises(AttributeError, match=rf"^Buffer\.{method} is not a part of this library\. .*{remedy}"):
+        getattr(buffer, method)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize(
     ("call", "options", "refused"),
     [
         ("low_latency_dispatch", dict(use_nvfp4=True), "use_nvfp4=True.*x=\\(rows, scales\\)"),

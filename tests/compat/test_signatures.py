@@ -112,6 +112,15 @@ SIGNATURES = {
         "async_finish": False,
         "return_recv_hook": False,
     },
+    "Buffer.low_latency_dispatch_fp4": {
+        "x": EMPTY,
+        "scales": EMPTY,
+        "topk_idx": EMPTY,
+        "num_max_dispatch_tokens_per_rank": EMPTY,
+        "num_experts": EMPTY,
+        "async_finish": False,
+        "return_recv_hook": False,
+    },
     "Buffer.low_latency_combine": {
         "x": EMPTY,
         "topk_idx": EMPTY,

@@ -91,9 +91,12 @@ def run_quantised_rows(world: World) -> None:
         weights = world.random_weights(num_tokens, num_topk, number)
         with world.buffer(low_latency_mode=True) as buffer:
             rows = x.view(dtype)
-            packed, count, handle, _, hook = buffer.low_latency_dispatch(
-                rows if given is None else (rows, given), topk_idx, tokens, num_experts, return_recv_hook=number % 2 == 1
-            )
+            sizes, how = (topk_idx, tokens, num_experts), dict(return_recv_hook=number % 2 == 1)
+            if given is not None and given.dtype is torch.uint8:
+                *packed, count, handle, _, hook = buffer.low_latency_dispatch_fp4(rows, given, *sizes, **how)
+            else:
+                x_of_call = rows if given is None else (rows, given)
+                packed, count, handle, _, hook = buffer.low_latency_dispatch(x_of_call, *sizes, **how)
             if hook is not None:
                 hook()
             recv_x, recv_scales = packed if given is not None else (packed, None)
