@@ -311,22 +311,19 @@ class LowLatencyDispatchInputs:
     use_ue8m0: bool  # and are sent as their exponents
     recv_stats: View | None
     wait_stats: View | None
-    x_scales: View | None  # of rows that the caller has quantised
+    is_opaque: bool  # rows travel as they are, with the caller's scales
+    x_scales: View | None  # of such rows
     num_max_tokens: int  # the most tokens of a rank
     into: LowLatencyMemory | None = None  # where the results shall lie, if the caller says so
 
-    @property
-    def is_opaque(self) -> bool:
-        """Whether rows travel as they are, with the caller's scales."""
-        return self.x.dtype != "bfloat16"
-
     def signature(self, x: str, x_scales: str | None) -> Signature:
         """Return what all ranks must agree on. Arguments: the dtypes of rows and scales on the way."""
-        idx, weights, scales = self.topk_idx.dtype, _dtype(self.topk_weights), self.x_scales
-        sizes = (self.x.row_bytes, scales.row_bytes if scales else 0) if self.is_opaque else (0, 0)  # 0: the call's own forms
-        return Signature(
-            "low_latency_dispatch", x, idx, weights, x_scales, self.round_scale, False, "row", *sizes, self.num_max_tokens
-        )
+        weights = None if self.topk_weights is None else self.topk_weights.dtype
+        row_bytes = scale_bytes = 0  # the call's own forms
+        if self.is_opaque:
+            row_bytes, scale_bytes = self.x.row_bytes, self.x_scales.row_bytes if self.x_scales else 0
+        kinds = "low_latency_dispatch", x, self.topk_idx.dtype, weights, x_scales, self.round_scale, False, "row"
+        return Signature(*kinds, row_bytes, scale_bytes, self.num_max_tokens)
 
 
 @dataclass(slots=True)

@@ -354,17 +354,17 @@ def low_latency_dispatch_inputs(
     config = info.config
     use_fp8, round_scale, use_ue8m0 = form_of_dispatch(info, use_fp8, round_scale, use_ue8m0)
     rows, scales = as_view(info, x, "x", stream), None
-    if rows.dtype != "bfloat16" or x_scales is not None:
+    is_opaque = rows.dtype != "bfloat16" or x_scales is not None
+    if is_opaque:
         scales = _opaque_rows(info, stream, rows, x_scales, use_fp8)
     elif len(rows.shape) != 2 or rows.shape[1] != config.hidden:
         raise EPInputError(
             f"x.dtype={rows.dtype}, x.shape={list(rows.shape)}; expected bfloat16 [num_tokens, {config.hidden}]. Convert x"
         )
     check_start(rows, "x")
-    num_tokens = rows.shape[0]
-    most = max_tokens_of(info, num_max_tokens)
     check_tokens(info, rows)
-    if num_tokens > most:
+    num_tokens, most = rows.shape[0], config.num_max_tokens_per_rank
+    if num_max_tokens is not None and num_tokens > (most := max_tokens_of(info, num_max_tokens)):
         raise EPInputError(
             f"num_max_tokens={most}; expected at least {num_tokens}, the tokens of this rank. Pass the most of all ranks"
         )
@@ -378,7 +378,7 @@ def low_latency_dispatch_inputs(
     if wait_stats is not None:
         waits = as_view(info, wait_stats, "wait_recv_cost_stats", stream, (config.num_ranks,), ("int64",))
         check_writable(info, waits, wait_stats, "wait_recv_cost_stats")
-    return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale, use_ue8m0, recv, waits, scales, most)
+    return LowLatencyDispatchInputs(rows, idx, weights, use_fp8, round_scale, use_ue8m0, recv, waits, is_opaque, scales, most)
 
 
 def max_tokens_of(info: BufferInfo, num_max_tokens: int | None) -> int:

@@ -250,12 +250,11 @@ class ElasticBuffer(Calls):
             self._buffers.use_sms(buffer, num_sms or handle.num_sms)
             idx = topk_idx if topk_weights is not None or not do_expand else None
             sent = buffer.dispatch(x, idx, topk_weights, handle=handle.routing, **options)
-            (experts,) = copied(stream, None if do_expand else sent.recv_topk_idx)
         else:
             sizes = num_experts, num_max_tokens_per_rank, expert_alignment
             sent, made = self._dispatch_new(x, topk_idx, topk_weights, *sizes, num_sms, do_cpu_sync, keeps_copy, stream, options)
-            experts = made.experts
-        (weights,) = copied(stream, sent.recv_topk_weights)
+        # The handle has another copy: programs change this one in place.
+        experts, weights = copied(stream, None if do_expand else sent.recv_topk_idx, sent.recv_topk_weights)
         if stats is not None:
             with stream.current():
                 stats += made.num_unaligned_recv_tokens_per_expert

@@ -170,20 +170,16 @@ class LowLatencyKernels:
             "recv_scales": results[1],
             "recv_stats": inputs.recv_stats.ptr if inputs.recv_stats else 0,
             "wait_stats": inputs.wait_stats.ptr if inputs.wait_stats else 0,
-            "capacity": self.capacity(inputs),
+            "capacity": self._config.num_ranks * inputs.num_max_tokens,
             "idx_bytes": idx.itemsize,
             "check": self._config.check_inputs,
             "call_signature": pack(inputs.signature(format_.dtype, format_.scale_dtype)),
         }
-        if inputs.is_opaque:
-            scale_bytes = scales.row_bytes if scales else 0
-            return values | {"x_scales": address_of(scales), "row_bytes": x.row_bytes, "scale_bytes": scale_bytes}
-        form = {"use_fp8": inputs.use_fp8, "round_scale": inputs.round_scale, "use_ue8m0": inputs.use_ue8m0}
-        return values | form
-
-    def capacity(self, inputs: LowLatencyDispatchInputs) -> int:
-        """Return the rows for which each expert has room in a dispatch."""
-        return self._config.num_ranks * inputs.num_max_tokens
+        if not inputs.is_opaque:
+            values["use_fp8"], values["round_scale"], values["use_ue8m0"] = inputs.use_fp8, inputs.round_scale, inputs.use_ue8m0
+            return values
+        scale_bytes = scales.row_bytes if scales else 0
+        return values | {"x_scales": address_of(scales), "row_bytes": x.row_bytes, "scale_bytes": scale_bytes}
 
     def dispatch_views(
         self,
@@ -323,7 +319,7 @@ class LowLatency:
         self.hooks.dispatch.check_can_start(with_hook)
         self._order.enqueue_waits(call)
         arrays = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.x_scales)
-        (x, *_), format_, capacity = arrays, kernels.row_format(inputs), kernels.capacity(inputs)
+        x, format_, capacity = arrays[0], kernels.row_format(inputs), self._config.num_ranks * inputs.num_max_tokens
         if (into := inputs.into) is None:
             memory: Any = format_.memory.acquire(stream, call.caller_stream, call.capture, call.follows)
             results = memory.ptr + format_.x, memory.ptr + format_.scales
@@ -513,7 +509,7 @@ class PreparedLowLatency:
         self._check_peers = self._monitor.check_peers
         self._warn = warn_of_masked_ranks if runtime.config.on_timeout == "mask" else None
         self._has_dispatched = False
-        format_, capacity = kernels.row_format(given), kernels.capacity(given)
+        format_, capacity = kernels.row_format(given), runtime.config.num_ranks * given.num_max_tokens
         self._new_handle = new_handle = functools.partial(_new_handle, runtime.info.serial, x, capacity)
 
         with runtime.order.before_calls() as stream:
