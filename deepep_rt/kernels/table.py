@@ -339,11 +339,13 @@ _COMBINE_NODES = (
 """
 )
 
+# All members of a dispatch lie in few lines of the constant cache. A first access to a line takes a few hundred nanoseconds.
 _LOW_LATENCY_DISPATCH = (
     _COMMON
     + """
     i32 phases;             // 1: send, 2: receive, 3: both
     i32 num_tokens;
+    i32 capacity;           // rows of an expert, at most kNumRanks * kNumMaxTokens
     u64 x;                  // [num_tokens, row]
     u64 topk_idx;           // [num_tokens, kNumTopk] int32 or int64
     u64 topk_weights;       // [num_tokens, kNumTopk] float32, or 0
@@ -352,23 +354,22 @@ _LOW_LATENCY_DISPATCH = (
     u64 recv_scales;        // [kNumLocalExperts, capacity, scales]
     u64 recv_stats;         // [kNumLocalExperts] int32, or 0: added to
     u64 wait_stats;         // [kNumRanks] int64, or 0: added to
-    i32 capacity;           // rows of an expert, at most kNumRanks * kNumMaxTokens
-    i32 idx_bytes;
-    i32 check;              // report expert numbers out of range
     u64 call_signature;     // all ranks must agree on it
+    i32 idx_bytes;
+    u8 check;               // report expert numbers out of range
 """
 )
 
 _CONVERTED_ROWS = """
-    i32 use_fp8;            // x has kHidden bfloat16. They become FP8, with kHidden / 128 scales
-    i32 round_scale;
-    i32 use_ue8m0;          // the scales are u8, not float32
+    u8 use_fp8;             // x has kHidden bfloat16. They become FP8, with kHidden / 128 scales
+    u8 round_scale;
+    u8 use_ue8m0;           // the scales are u8, not float32
 """
 
 _OPAQUE_ROWS = """
-    u64 x_scales;           // [num_tokens, scale_bytes]
     i32 row_bytes;          // of x; a multiple of 16
     i32 scale_bytes;
+    u64 x_scales;           // [num_tokens, scale_bytes]
 """
 
 _LOW_LATENCY_COMBINE = (

@@ -162,6 +162,7 @@ class LowLatencyKernels:
         values = {
             "phases": PHASES[with_hook],
             "num_tokens": x.shape[0],
+            "capacity": self._config.num_ranks * inputs.num_max_tokens,
             "x": x.ptr,
             "topk_idx": idx.ptr,
             "topk_weights": address_of(weights),
@@ -170,16 +171,15 @@ class LowLatencyKernels:
             "recv_scales": results[1],
             "recv_stats": inputs.recv_stats.ptr if inputs.recv_stats else 0,
             "wait_stats": inputs.wait_stats.ptr if inputs.wait_stats else 0,
-            "capacity": self._config.num_ranks * inputs.num_max_tokens,
+            "call_signature": pack(inputs.signature(format_.dtype, format_.scale_dtype)),
             "idx_bytes": idx.itemsize,
             "check": self._config.check_inputs,
-            "call_signature": pack(inputs.signature(format_.dtype, format_.scale_dtype)),
         }
         if not inputs.is_opaque:
             values["use_fp8"], values["round_scale"], values["use_ue8m0"] = inputs.use_fp8, inputs.round_scale, inputs.use_ue8m0
             return values
         scale_bytes = scales.row_bytes if scales else 0
-        return values | {"x_scales": address_of(scales), "row_bytes": x.row_bytes, "scale_bytes": scale_bytes}
+        return values | {"row_bytes": x.row_bytes, "scale_bytes": scale_bytes, "x_scales": address_of(scales)}
 
     def dispatch_views(
         self,

@@ -91,7 +91,7 @@ def test_kernels_after_the_first_that_is_missing_are_compiled_together(
     monkeypatch.setattr(launch, "load", load)
     with make(low_latency=True):
         assert asked[:2] == [["dispatch", "combine"], ["combine"]]
-        assert asked[2][:2] == ["ll_combine", "ll_combine_large"]
+        assert asked[2][:2] == ["ll_dispatch_opaque", "ll_combine"]
     asked.clear()
     with make(low_latency=True):
         assert not asked
