@@ -269,7 +269,9 @@ class CudaBackend:
     ) -> PreparedCalls[LowLatencyDispatchResult, LowLatencyCombineResult]:
         """Prepare calls; see `Buffer.prepare_low_latency`. Each call copies arrays in host memory, so such calls are ordinary ones."""
         given = preparation.dispatch
-        if any(view is not None and view.device == HOST for view in (given.x, given.topk_idx, given.topk_weights)):
+        if any(
+            view is not None and view.device == HOST for view in (given.x, given.topk_idx, given.topk_weights, given.x_scales)
+        ):
             return OrdinaryLowLatency(self, preparation, self.low_latency.hooks)
         return self.low_latency.prepare(preparation)
 

@@ -329,7 +329,7 @@ class LowLatency:
             results = into.recv_x.ptr, into.recv_scales.ptr if into.recv_scales else 0
         values = kernels.dispatch_params(inputs, arrays, format_, tables.ptr, results, with_hook)
         make_views = functools.partial(kernels.dispatch_views, format_, capacity, results, memory, tables, x.framework, stream)
-        end = call, (*arrays, inputs), (tables, memory), inputs.topk_idx, inputs.topk_weights
+        end = call, (*arrays, inputs), (tables, memory), inputs.topk_idx, inputs.topk_weights, inputs.x_scales
         queue = self.hooks.dispatch if with_hook else None
         event, views, hook = self._run(dispatch_kernel(inputs), values, call, end, queue, make_views, inputs.x.device == HOST)
         routing, has_weights = (tables, hook.state if hook else None), inputs.topk_weights is not None
@@ -617,12 +617,12 @@ class _RepeatedCall(RepeatedCall[_Result]):
         self._launch_receiving = launcher.prepare(num_blocks, {**params, "phases": LL_RECEIVE})
         halves = (self.launch, self._launch_receiving) if preparation.with_hook else (self.launch,)
         self._set_address_of_rows = [half.member("y") for half in halves] if "y" in params else []
-        self.set_arguments((given, preparation.out), given.topk_idx, given.topk_weights)
+        self.set_arguments((given, preparation.out), given.topk_idx, given.topk_weights, given.x_scales)
 
     def set_rows(self, y: View) -> None:
         """Use other rows of the experts from now on. Only for a combine."""
         given = self._preparation.dispatch
-        self.set_arguments((given, self._preparation.out, y), given.topk_idx, given.topk_weights, y)
+        self.set_arguments((given, self._preparation.out, y), given.topk_idx, given.topk_weights, given.x_scales, y)
         for set_address in self._set_address_of_rows:
             set_address(y.ptr)
 

@@ -96,17 +96,19 @@ def test_arguments_of_different_libraries(fake: FakeGpu, make: Any, monkeypatch:
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Other, Library())
     with make(low_latency=True) as buffer:
         x, _, weights = arguments(fake)
-        for call in (
-            lambda idx: buffer.dispatch(x, idx, weights, num_worst_tokens=40),
-            lambda idx: buffer.low_latency_dispatch(x, idx),
+        packed, own_idx = Array(fake, "uint8", 10, 128), Array(fake, "int64", 10, 4)
+        for kind, call in (
+            (("int64", 10, 4), lambda idx: buffer.dispatch(x, idx, weights, num_worst_tokens=40)),
+            (("int64", 10, 4), lambda idx: buffer.low_latency_dispatch(x, idx)),
+            (("uint8", 10, 8), lambda scales: buffer.low_latency_dispatch(packed, own_idx, x_scales=scales, use_fp8=False)),
         ):
-            idx = Other(fake, "int64", 10, 4)
-            seen = weakref.ref(idx)
-            call(idx)
-            del idx
+            array = Other(fake, *kind)
+            seen = weakref.ref(array)
+            call(array)
+            del array
             gc.collect()
             assert seen() is not None
-            call(Other(fake, "int64", 10, 4))  # the fake GPU has finished the first call
+            call(Other(fake, *kind))  # the fake GPU has finished the first call
             gc.collect()
             assert seen() is None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
@@ -350,6 +351,19 @@ def test_wrong_arguments(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPat
         assert [launch.stream for launch in fake.pop_launches()] == [5]
     with make() as buffer, pytest.raises(EPInputError, match="low_latency=True"):
         buffer.prepare_low_latency(*arguments(fake))
+
+
+def test_scales_in_host_memory_are_copied_in_each_call(fake: FakeGpu, make: Any) -> None:
+    """As other arrays there. Kernels cannot read them."""
+    with make(low_latency=True) as buffer:
+        _, idx, weights = arguments(fake)
+        scales = np.ones((10, 2), np.float32)
+        step = buffer.prepare_low_latency(Array(fake, "uint8", 10, 256), idx, weights, x_scales=scales, use_fp8=False)
+        for _ in range(2):
+            fake.copies.clear()
+            step.dispatch()
+            (launch,) = fake.pop_launches()
+            assert (launch.x_scales, scales.ctypes.data, scales.nbytes) in fake.copies
 
 
 def test_after_a_timeout_and_after_destroy(calls: Calls) -> None:
