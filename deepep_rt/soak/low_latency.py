@@ -36,18 +36,21 @@ class _Batch:
         self.arrays, self.check, self.rank = session.arrays, session.check, session.rank
         choices = [experts_of(session.options, plan, number, rank) for rank in range(session.options.num_ranks)]
         self.hidden, self.topk = session.plan.shape.hidden, session.plan.shape.topk
-        self.capacity = session.options.num_ranks * session.plan.shape.tokens
+        self.most = max(1, *plan.tokens) if step.has_fewer else session.plan.shape.tokens
+        self.capacity = session.options.num_ranks * self.most
         self.routing = ExpertRouting(choices, self.rank, session.plan.num_experts, self.capacity)
         self.excluded = excluded_of(session.options, plan, number, self.rank, choices[self.rank])
         self.tokens = np.arange(plan.tokens[self.rank])
-        self.keys = {what: session.key(plan, number, what) for what in ("x", "weights", "y")}
+        self.keys = {what: session.key(plan, number, what) for what in ("x", "weights", "y", "scales")}
         self.idx = self.arrays.put(self.routing.mine.astype(plan.idx_dtype))
         mine = np.full(len(self.tokens), self.rank)
         self.weights = self.arrays.numbers(row_keys(self.keys["weights"], mine, self.tokens), self.topk, "float32").view(
             np.float32
         )
-        raw = self.arrays.numbers(row_keys(self.keys["x"], mine, self.tokens), self.hidden, "bfloat16")
-        self.x = self.arrays.typed(raw, "bfloat16", (len(self.tokens), self.hidden))
+        rows, scales = self._rows_of(mine, self.tokens)
+        dtype = "uint8" if step.is_quantised else "bfloat16"
+        self.x = self.arrays.typed(rows, dtype, (len(self.tokens), self.hidden))
+        self.scales = scales if step.is_quantised else None
         self.recv_stats: Any = None
         self.wait_stats: Any = None
         if step.stats:
@@ -67,6 +70,8 @@ class _Batch:
             return_recv_hook=step.hook,
             cumulative_local_expert_recv_stats=self.recv_stats,
             wait_recv_cost_stats=self.wait_stats,
+            x_scales=self.scales,
+            num_max_tokens=self.most if step.has_fewer else None,
         )
 
         if step.is_prepared:
@@ -103,9 +108,11 @@ class _Batch:
     def _check_arrived(self) -> None:
         counts, step, config = self.routing.num_per_expert, self.step, (self.routing.local, self.capacity)
         self._array("num_recv_tokens_per_expert", self.sent.num_recv_tokens_per_expert, counts.astype(np.int32))
-        dtype = "float8_e4m3fn" if step.use_fp8 else "bfloat16"
+        dtype = "float8_e4m3fn" if step.use_fp8 else "uint8" if step.is_quantised else "bfloat16"
         self._check_rows("recv_x", self.sent.recv_x, (*config, self.hidden), dtype, 0)
-        if step.use_fp8:
+        if step.is_quantised:
+            self._check_rows("recv_x_scales", self.sent.recv_x_scales, (*config, 4 * self._scale_words), "uint8", 1)
+        elif step.use_fp8:
             dtype = "uint8" if step.use_ue8m0 else "float32"
             self._check_rows("recv_x_scales", self.sent.recv_x_scales, (*config, self.hidden // FP8_GROUP), dtype, 1)
         else:
@@ -123,20 +130,40 @@ class _Batch:
             expert, row, source, token, choice = (int(values[number]) for values in entries)
             return f"row {row} of local expert {expert}, which is choice {choice} of token {token} of rank {source}"
 
-        keys = row_keys(self.keys["x"], entries.source, entries.token)
+        keys = row_keys(self.keys["scales" if self.step.is_quantised and part else "x"], entries.source, entries.token)
         rows, at = self._flat(got), entries.expert * self.capacity + entries.row
-        self.check.raw_rows(self.plan.number, call, name, rows, keys, lambda k: self._sent_rows(k)[part], note, at)
+        self.check.raw_rows(self.plan.number, call, name, rows, keys, lambda k: self._sent_rows(k, part), note, at)
 
     def _flat(self, array: Any) -> Any:
         """View `[local experts, capacity, ...]` as `[local experts * capacity, row bytes]`."""
         return self.arrays.rows(array, 2).reshape(self.routing.local * self.capacity, -1)
 
-    def _sent_rows(self, keys: np.ndarray) -> tuple[Any, Any]:
-        """Generate received rows and their scales."""
+    @property
+    def _scale_words(self) -> int:
+        """Words of 4 bytes in the scales of a quantised row."""
+        return max(1, self.hidden // 64)
+
+    def _rows_of(self, source: np.ndarray, token: np.ndarray) -> tuple[Any, Any]:
+        """Generate rows that ranks send, and the scales of quantised ones."""
+        keys = row_keys(self.keys["x"], source, token)
+        if not self.step.is_quantised:
+            return self.arrays.numbers(keys, self.hidden, "bfloat16"), None
+        return self._bytes(keys, self.hidden // 4), self._bytes(row_keys(self.keys["scales"], source, token), self._scale_words)
+
+    def _bytes(self, keys: np.ndarray, num_words: int) -> Any:
+        """Generate any bytes, `[len(keys), 4 * num_words]`. One of 8 words is the one that marks empty inboxes."""
+        words = self.arrays.words(keys, num_words)
+        words[(words & self.arrays.xp.uint32(7)) == 0] = 0xFFFFFFFF
+        return words.view(np.uint8)
+
+    def _sent_rows(self, keys: np.ndarray, part: int) -> Any:
+        """Generate received rows, or their scales if `part` is 1."""
+        if self.step.is_quantised:
+            return self._bytes(keys, self._scale_words if part else self.hidden // 4)
         rows = self.arrays.numbers(keys, self.hidden, "bfloat16")
         if not self.step.use_fp8:
-            return rows, None
-        return to_fp8(self.arrays, rows, round_scale=self.step.round_scale, ue8m0=self.step.use_ue8m0)
+            return rows
+        return to_fp8(self.arrays, rows, round_scale=self.step.round_scale, ue8m0=self.step.use_ue8m0)[part]
 
     # --- combine -----------------------------------------------------------------------------------------------------------------
 

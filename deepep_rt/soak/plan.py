@@ -21,6 +21,7 @@ from .buffers import CHOICES, EXCLUDED, POOLS, ROUNDS, SLEEPS, BufferPlan, Draw,
 _STREAM_MODES = ("plain", "plain", "async", "event", "stream")
 _PAYLOADS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "uint8", "int8")
 _LONGEST_DELAY_S = 0.02
+_LEAST_QUANTISED = 64  # bytes of a row whose message has room for scales too
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Step:
     mode: str
     combine_mode: str
     is_prepared: bool = False  # both calls are prepared, with the options that they share
+    is_quantised: bool = False  # rows are bytes that travel as they are, with scales
+    has_fewer: bool = False  # num_max_tokens is the most that a rank has in the round
 
 
 @dataclass(frozen=True)
@@ -299,7 +302,15 @@ def _steps(draw: Draw, options: Options, buffer: BufferPlan) -> tuple[Step, ...]
                 combine_mode=draw.one_of("plain", "plain", "async", "stream"),
             )
         )
-    return tuple(_prepared(step) if draw.chance(0.25) else step for step in made)
+    made = [_prepared(step) if draw.chance(0.25) else step for step in made]
+    may_be_quantised = shape.hidden % ROW_ALIGNMENT == 0 and shape.hidden >= _LEAST_QUANTISED
+    return tuple(_quantised(step, may_be_quantised and draw.chance(0.25), draw.chance(0.3)) for step in made)
+
+
+def _quantised(step: Step, is_quantised: bool, has_fewer: bool) -> Step:
+    """Return a step with these two, without a conversion if rows are quantised."""
+    changes: dict[str, Any] = dict(use_fp8=False, round_scale=False, use_ue8m0=False) if is_quantised else {}
+    return dataclasses.replace(step, **changes, is_quantised=is_quantised, has_fewer=has_fewer)
 
 
 def _prepared(step: Step) -> Step:

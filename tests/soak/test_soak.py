@@ -252,7 +252,19 @@ def test_plans_draw_every_option():
         (None, False),
     }
     steps = [call for plan in rounds if plan.kind == "low_latency" for call in plan.steps]
-    for name in ("use_fp8", "use_ue8m0", "hook", "zero_copy", "out", "reduce_early", "early_weights", "stats", "has_excluded"):
+    for name in (
+        "use_fp8",
+        "use_ue8m0",
+        "hook",
+        "zero_copy",
+        "out",
+        "reduce_early",
+        "early_weights",
+        "stats",
+        "has_excluded",
+        "is_quantised",
+        "has_fewer",
+    ):
         assert {getattr(step, name) for step in steps} == {True, False}, name
     assert any(len(plan.steps) > 1 for plan in rounds if plan.kind == "low_latency")
 
