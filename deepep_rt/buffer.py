@@ -552,7 +552,7 @@ class Buffer(SharedByCopies):
 
         Args:
             x: `[num_tokens, hidden]` bfloat16. (NaNs of all ones may arrive as other NaNs.) Or rows that the program has quantised, which
-                arrive bit by bit as they are, with `use_fp8=False`: `[num_tokens, hidden]` of a type of 1 byte, or `[num_tokens, n]` uint8
+                arrive bit for bit, with `use_fp8=False`: `[num_tokens, hidden]` of a type of 1 byte, or `[num_tokens, n]` uint8
                 or int8 for anything else, such as two numbers of 4 bits in a byte. `n` is a multiple of 16. A row and its scales take less
                 than a row of bfloat16.
             topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips. A token that names an expert more than once gets

@@ -52,6 +52,9 @@ MAX_TIMEOUT_S = _env.MAX_TIMEOUT_S
 NUMBERS_PER_SCALE_BYTE = 16
 """The fewest channels that share a byte of scales, as in NVFP4."""
 
+MAX_SCALE_BYTES = MAX_ROW_BYTES // NUMBERS_PER_SCALE_BYTE
+"""The most bytes for the scales of a row."""
+
 _LOW_LATENCY_SHARED_BYTES = 160 * 1024  # of a block of low-latency dispatch; sm_80 has 163 KB
 
 ROUTE_THREADS = 256

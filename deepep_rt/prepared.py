@@ -175,7 +175,7 @@ class PreparedLowLatency(_Prepared[LowLatencyDispatchResult, LowLatencyCombineRe
         """Make the combine of the last dispatch. See `Buffer.low_latency_combine`.
 
         Args:
-            y: `[num_local_experts, num_ranks * num_max_tokens_per_rank, hidden]` bfloat16, in the order of `recv_x`. Only an array
+            y: `[num_local_experts, num_ranks * num_max_tokens, hidden]` bfloat16, in the order of `recv_x`. Only an array
                 other than the last one is checked. None: the last one.
 
         Returns:

@@ -17,7 +17,7 @@ __device__ __forceinline__ u64 nanoseconds() {
 __device__ __forceinline__ bool was_aborted(const Params& p) { return ld_relaxed_gpu(&at<State>(p.state, 0)->abort) != 0; }
 
 // After a time-out this fills results with NaN in each type that a row or a scale can have. A replay of a CUDA graph then shows no results
-// of an earlier replay. `num_bytes` is a multiple of 4. `num_threads` threads share the work.
+// of an earlier replay. Up to 3 last bytes stay as they are. `num_threads` threads share the work.
 __device__ inline void poison(u64 results, u64 num_bytes, u64 thread, u64 num_threads) {
   for (u64 i = thread; i < num_bytes / sizeof(u32); i += num_threads) at<u32>(results, 0)[i] = ~0u;
 }

@@ -118,7 +118,7 @@ struct OpaqueRows {
     return 16 * all_vecs(p) + 4 * ((all_vecs(p) + kKeyedVecs - 1) / kKeyedVecs);
   }
 
-  // Fills all results with bytes of 0xff after a time-out; `num_threads` threads share the work. A last odd half word stays as it is.
+  // Fills all results with bytes of 0xff after a time-out; `num_threads` threads share the work.
   __device__ __noinline__ static void poison(const Params& p, u64 thread, u64 num_threads) {
     const u64 num_rows = static_cast<u64>(kNumLocalExperts) * p.capacity;
     ::poison(p.recv_x, num_rows * p.row_bytes, thread, num_threads);

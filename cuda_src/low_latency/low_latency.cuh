@@ -1,9 +1,9 @@
 // The common part of the low-latency kernels: how a call begins and ends, and data that shows by itself whether it has arrived.
 //
 // Data over NVLink needs no fence and no flag. Numbers travel as tagged words: 8 bytes with the epoch of the call in the lower half. Rows
-// travel without a tag. They arrive in memory that holds kEmptySentinel in each 4-byte word, and no row contains such a word
-// (avoid_sentinel). After a thread has read a word, it writes kEmptySentinel back. Data over the network comes with a signal, and kernels
-// read rows only after the signal.
+// travel without a tag. They arrive in memory that holds kEmptySentinel in each 4-byte word, and no row contains such a word on the way
+// (avoid_sentinel, and keys in ll_opaque_rows.cuh). After a thread has read a word, it writes kEmptySentinel back. Data over the network
+// comes with a signal, and kernels read rows only after the signal.
 //
 // Memory that no call has used holds kEmptySentinel or 0. Both are also epochs: the last one before the epochs wrap around, and the first
 // one after it. Calls have used all of the memory by then, 2^32 calls later, unless no call was ever large enough.

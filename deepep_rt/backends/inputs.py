@@ -13,7 +13,7 @@ from ..arrays import frameworks
 from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import HOST, View
-from ..config import COMBINE_DTYPES, MAX_ALIGNMENT, ROW_ALIGNMENT, Config
+from ..config import COMBINE_DTYPES, MAX_ALIGNMENT, MAX_ROW_BYTES, MAX_SCALE_BYTES, ROW_ALIGNMENT, Config
 from ..errors import EPError, EPInputError
 from ..kernels.regions import align_up
 from ..results import DispatchHandle, LowLatencyHandle
@@ -393,12 +393,11 @@ def max_tokens_of(info: BufferInfo, num_max_tokens: int | None) -> int:
 def _opaque_rows(info: BufferInfo, stream: int | None, rows: View, x_scales: Any, use_fp8: bool) -> View | None:
     """Check rows that travel as they are. Return their scales."""
     hidden, given = info.config.hidden, f"x.dtype={rows.dtype}, x.shape={list(rows.shape)}"
-    is_bytes = rows.dtype in _PACKED_DTYPES
-    if len(rows.shape) != 2 or rows.dtype == "bfloat16" or not (is_bytes or rows.shape[1] == hidden):
+    if len(rows.shape) != 2 or rows.itemsize != 1 or not (rows.dtype in _PACKED_DTYPES or rows.shape[1] == hidden):
         with_scales = " without x_scales" if rows.dtype == "bfloat16" else ""
         raise EPInputError(
             f"{given}; expected [num_tokens, {hidden}] of bfloat16{with_scales}, or quantised rows: [num_tokens, {hidden}] of a type of 1 "
-            f"byte, or [num_tokens, any width] of uint8. Convert x"
+            f"byte, or [num_tokens, n] of uint8 or int8. Convert x"
         )
     if use_fp8:
         raise EPInputError(
@@ -414,6 +413,11 @@ def _opaque_rows(info: BufferInfo, stream: int | None, rows: View, x_scales: Any
     scale_bytes = scales.row_bytes if scales else 0
     if rows.row_bytes % ROW_ALIGNMENT or not rows.row_bytes:
         raise EPInputError(f"x has {rows.row_bytes} bytes a row; expected a multiple of {ROW_ALIGNMENT}. Pad the rows")
+    if rows.row_bytes > MAX_ROW_BYTES or scale_bytes > MAX_SCALE_BYTES:
+        raise EPInputError(
+            f"x has {rows.row_bytes} bytes a row and x_scales {scale_bytes}; expected at most {MAX_ROW_BYTES} and {MAX_SCALE_BYTES}. Send "
+            f"less"
+        )
     if not info.config.fits_low_latency_message(rows.row_bytes, scale_bytes):
         raise EPInputError(
             f"x has {rows.row_bytes} bytes a row and x_scales {scale_bytes}; expected at most {2 * hidden} together, with 4 more for each "

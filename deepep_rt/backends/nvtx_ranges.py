@@ -74,8 +74,8 @@ def throughput_texts(given: ThroughputPreparation, prepared: PreparedCalls[Any, 
 
 def low_latency_texts(given: LowLatencyPreparation, prepared: PreparedCalls[Any, Any]) -> PreparedTexts:
     end = "" if isinstance(prepared, OrdinaryLowLatency) else ", prepared"
-    combine = f"low_latency_combine: {_rows(given.dispatch.x, 'tokens')}{end}"
-    return f"{low_latency_dispatch_text(given.dispatch)}{end}", lambda y: combine
+    start = f"low_latency_combine: {given.dispatch.x.shape[0]} tokens of"
+    return f"{low_latency_dispatch_text(given.dispatch)}{end}", lambda y: f"{start} {y.row_bytes // y.shape[1]} bytes{end}"
 
 
 def _rows(x: View, what: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..arrays.compressed_rows import COMPRESSIONS
 from ..arrays.dtypes import DTYPES
-from ..config import MAX_ALIGNMENT, MAX_ROW_BYTES, NUMBERS_PER_SCALE_BYTE, ROW_ALIGNMENT
+from ..config import MAX_ALIGNMENT, MAX_ROW_BYTES, MAX_SCALE_BYTES, ROW_ALIGNMENT
 
 CALL_KINDS = (
     "dispatch",
@@ -36,7 +36,7 @@ _FIELDS: tuple[tuple[str, Sequence[Any]], ...] = (  # name, and its values; the 
     ("zero_padding", (False, True)),
     ("scales_layout", ("row", "column")),
     ("bytes of a row of x", range(0, MAX_ROW_BYTES + 1, ROW_ALIGNMENT)),
-    ("bytes of a row of x_scales", range(MAX_ROW_BYTES // NUMBERS_PER_SCALE_BYTE + 1)),
+    ("bytes of a row of x_scales", range(MAX_SCALE_BYTES + 1)),
     ("expert_alignment", range(1, MAX_ALIGNMENT + 1)),
 )
 _HANDLE = "handle (number of its dispatch)"

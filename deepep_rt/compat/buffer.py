@@ -119,7 +119,9 @@ class Buffer(NormalCalls, LowLatencyCalls):
             settings["ranks_per_node"] = 1
         if network is not None:
             settings["network"] = network
-        low_latency = LowLatencyBuffers(ranks, self.num_rdma_bytes, **settings) if self.low_latency_mode else None
+        low_latency = None
+        if self.low_latency_mode:  # all ranks make Buffers of one size
+            low_latency = LowLatencyBuffers(ranks, min(own.allgather(self.num_rdma_bytes)), **settings)
         num_ranks, sizes = Buffer._hinted
         if low_latency is not None and self.enable_shrink and num_ranks == self.group_size:
             low_latency.buffer_for(*sizes, "cuda" if torch.cuda.is_available() else "host")

@@ -32,7 +32,7 @@ from ..config import MAX_EXPERTS, MAX_TOPK
 from ..errors import EPConfigError, EPError, EPInputError, EPOutOfMemoryError, EPPeerError, EPTimeoutError, EPUnavailableError
 from ..network import NetworkOptions
 from ..results import DispatchResult
-from .config import low_latency_bytes, normal_bytes
+from .config import USUAL_TOPK, low_latency_bytes, normal_bytes
 
 _MIN_TOKENS = 128  # of a Buffer for the normal mode: fewer would save little memory
 _MAX_INITIAL_TOKENS = 8192  # of a Buffer that no call has needed yet
@@ -342,21 +342,22 @@ class LowLatencyBuffers:
         key = (hidden, num_topk, num_experts, backend)
         text = "it makes a Buffer for its low_latency_dispatch, which has "
         notes = [(other, text + _differences((num_tokens, *key), _sizes_of(other))) for other in self.living]
-        old = self._current.pop(key, None)
+        old = self._current.get(key)
+        with making_instead(self._comm, notes):
+            buffer = self._make(self._room(num_tokens, *key[:3], old is not None), *key)
         if old is not None:
             self._outgrown.append(old)
-        with making_instead(self._comm, notes):
-            buffer = self._current[key] = self._make(self._room(num_tokens, hidden, num_experts, old is not None), *key)
+        self._current[key] = buffer
         for rank in self._masked:
             buffer.mask_rank(rank)
         return buffer
 
-    def _room(self, num_tokens: int, hidden: int, num_experts: int, grows: bool) -> int:
+    def _room(self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, grows: bool) -> int:
         """Return the tokens of a rank for which a new Buffer has room. Where it `grows`, it rarely grows again."""
 
         def fits(tokens: int) -> bool:
             try:
-                num_bytes = low_latency_bytes(tokens, hidden, self._comm.Get_size(), num_experts)
+                num_bytes = low_latency_bytes(tokens, hidden, self._comm.Get_size(), num_experts, max(num_topk, USUAL_TOPK))
             except EPConfigError:  # no Buffer has room for so many
                 return False
             return tokens <= least or num_bytes <= self._num_bytes
@@ -383,8 +384,9 @@ class LowLatencyBuffers:
 
     def find_silent_ranks(self, num_tokens: int, hidden: int, num_experts: int) -> None:
         """Make a call without tokens on each Buffer for calls of these sizes. Such a call waits for all ranks."""
-        for (width, num_topk, experts, backend), buffer in self._current.items():
-            if (width, experts) == (hidden, num_experts) and buffer.config.num_max_tokens_per_rank >= num_tokens:
+        for buffer in self.living:
+            most, *sizes, num_topk, experts, backend = _sizes_of(buffer)
+            if (*sizes, experts) == (hidden, num_experts) and most >= num_tokens:
                 device = "cuda" if backend == "cuda" else "cpu"
                 x = torch.empty((0, hidden), dtype=torch.bfloat16, device=device)
                 buffer.low_latency_dispatch(x, torch.empty((0, num_topk), dtype=torch.int64, device=device))

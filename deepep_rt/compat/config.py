@@ -116,13 +116,13 @@ def normal_bytes(
     )["total"]
 
 
-def low_latency_bytes(num_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+def low_latency_bytes(num_tokens: int, hidden: int, num_ranks: int, num_experts: int, num_topk: int = USUAL_TOPK) -> int:
     """Return the GPU memory, in bytes, of a `deepep_rt.Buffer` for the low-latency mode with these sizes."""
     return Buffer.size_hint(
         num_ranks,
         num_max_tokens_per_rank=num_tokens,
         hidden=hidden,
-        num_topk=min(USUAL_TOPK, num_experts),
+        num_topk=min(num_topk, num_experts),
         num_experts=num_experts,
         low_latency=True,
         ranks_per_node=expected_ranks_per_node(num_ranks),

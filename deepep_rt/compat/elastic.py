@@ -253,8 +253,8 @@ class ElasticBuffer(Calls):
         else:
             sizes = num_experts, num_max_tokens_per_rank, expert_alignment
             sent, made = self._dispatch_new(x, topk_idx, topk_weights, *sizes, num_sms, do_cpu_sync, keeps_copy, stream, options)
-        # The handle has a copy of the expert numbers: programs change these in place.
-        experts, weights = self._results(stream, None if do_expand else sent.recv_topk_idx, sent.recv_topk_weights)
+        # Programs hold the weights for a backward pass, and change the expert numbers in place. The handle has another copy of these.
+        experts, weights = copied(stream, None if do_expand else sent.recv_topk_idx, sent.recv_topk_weights)
         if stats is not None:
             with stream.current():
                 stats += made.num_unaligned_recv_tokens_per_expert

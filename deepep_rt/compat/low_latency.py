@@ -91,6 +91,11 @@ class LowLatencyCalls(Calls):
         hidden, num_topk = x.shape[1] * (2 if x.dtype is torch.uint8 else 1), topk_idx.shape[1]
         num_tokens = whole_number(num_max_dispatch_tokens_per_rank, "num_max_dispatch_tokens_per_rank", 1, MOST_BYTES)
         num_experts = whole_number(num_experts, "num_experts", 1, MOST_BYTES)
+        if x.shape[0] > num_tokens:
+            raise EPInputError(
+                f"x.shape={list(x.shape)}; expected at most num_max_dispatch_tokens_per_rank={num_tokens} tokens. Pass the most that a "
+                f"rank has."
+            )
         use_fp8, use_ue8m0 = flag(use_fp8, "use_fp8"), flag(use_ue8m0, "use_ue8m0")
         if is_quantised:
             use_fp8 = round_scale = use_ue8m0 = False

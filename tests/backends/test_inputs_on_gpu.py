@@ -16,6 +16,7 @@ from deepep_rt.arrays.dtypes import DTYPES
 from deepep_rt.arrays.view import HOST, Framework, View
 from deepep_rt.backends import inputs
 from deepep_rt.backends.base import BufferInfo
+from deepep_rt.comm.call_signature import pack
 from deepep_rt.config import Config
 from deepep_rt.results import DispatchHandle, LowLatencyHandle
 
@@ -284,7 +285,8 @@ QUANTISED = {  # x, x_scales, use_fp8, and words of the error
     "no whole vectors": ("uint8", 40, None, False, "x has 40 bytes a row; expected a multiple of 16. Pad the rows"),
     "no bytes": ("uint8", 0, None, False, "x has 0 bytes a row; expected a multiple of 16"),
     "FP8 of another width": ("float8_e4m3fn", 128, None, False, "quantised rows: [num_tokens, 256] of a type of 1 byte, or"),
-    "rows of 4 bytes": ("float32", HIDDEN, None, False, "x has 1024 bytes a row and x_scales 0; expected at most 512"),
+    "numbers of 4 bytes": ("float32", HIDDEN, None, True, "expected [num_tokens, 256] of bfloat16, or quantised rows"),
+    "numbers of 2 bytes": ("float16", HIDDEN, ("float32", 2), False, "expected [num_tokens, 256] of bfloat16, or quantised rows"),
     "scales of bfloat16": ("bfloat16", HIDDEN, ("float32", 2), False, "expected [num_tokens, 256] of bfloat16 without x_scales"),
     "quantised twice": (
         "float8_e4m3fn",
@@ -314,6 +316,20 @@ def test_rows_that_the_program_has_quantised(kind: str) -> None:
     made = checked()
     assert made.is_opaque
     assert (made.x.dtype, made.x_scales and made.x_scales.dtype) == (dtype, scales and scales[0])
+
+
+def test_scales_that_no_signature_holds() -> None:
+    """A message has room for them."""
+    wide = BufferInfo(5, Config(RANKS, num_max_tokens_per_rank=8, hidden=7168, num_topk=TOPK, num_experts=EXPERTS), 0)
+    x, idx, flags = Array("uint8", (TOKENS, 7168)), ARGUMENTS["low_latency_dispatch"]["topk_idx"], (False, False, False)
+    for num_scales, wrong in ((1536, ""), (1537, "x has 7168 bytes a row and x_scales 6148; expected at most 98304 and 6144")):
+        scales = Array("float32", (TOKENS, num_scales))
+        if wrong:
+            with pytest.raises(EPInputError, match=f"^{wrong}"):
+                inputs.low_latency_dispatch_inputs(wide, STREAM, x, idx, None, *flags, None, None, scales)
+            continue
+        made = inputs.low_latency_dispatch_inputs(wide, STREAM, x, idx, None, *flags, None, None, scales)
+        assert pack(made.signature("uint8", "float32"))
 
 
 @pytest.mark.parametrize("shape", [(TOKENS + 1, 2), (TOKENS,), (2, TOKENS, 1)])

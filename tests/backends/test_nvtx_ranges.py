@@ -75,6 +75,20 @@ def test_each_call_is_a_range(ranges: list[str], monkeypatch: pytest.MonkeyPatch
     ]
 
 
+def test_bytes_of_quantised_rows(ranges: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A combine carries bfloat16, whatever the dispatch carried."""
+    monkeypatch.setenv("DEEPEP_RT_NVTX", "1")
+    x, idx, weights = np.ones((3, 64), np.uint8), np.array([[0, 1]] * 3), np.ones((3, 2), np.float32)
+    with Buffer(MPI.COMM_SELF, **SIZES) as buffer:
+        step = buffer.prepare_low_latency(x, idx, weights, use_fp8=False)
+        step.dispatch()
+        step.combine(np.zeros((4, 8, 128), ml_dtypes.bfloat16))
+    assert ranges == [
+        *("+low_latency_dispatch: 3 tokens of 64 bytes", "-"),
+        *("+low_latency_combine: 3 tokens of 256 bytes", "-"),
+    ]
+
+
 def test_prepared_throughput_calls_of_the_host_backend(ranges: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPEP_RT_NVTX", "1")
     x = np.ones((3, 128), np.float32).astype(ml_dtypes.bfloat16)

@@ -383,6 +383,43 @@ def test_counts_and_rows_that_no_buffer_sends() -> None:
     buffer.destroy()
 
 
+def test_room_of_low_latency_buffers() -> None:
+    """It never exceeds what a Buffer takes with the top-k of the call, and fills the memory that the program asked for."""
+    from mpi4py import MPI
+
+    from deepep_rt import compat
+    from deepep_rt.comm.mpi import MpiCommunicator
+    from deepep_rt.compat.buffer_cache import LowLatencyBuffers
+    from deepep_rt.config import Config
+
+    comm = MpiCommunicator(MPI.COMM_SELF)
+    for num_tokens, num_topk, grows, num_bytes in ((2100, 32, True, 0), (16, 16, False, 1 << 40), (3, 8, False, 1 << 40)):
+        room = LowLatencyBuffers(comm, num_bytes)._room(num_tokens, 128, num_topk, 256, grows)
+        assert room >= num_tokens
+        Config(1, num_max_tokens_per_rank=room, hidden=128, num_topk=num_topk, num_experts=256, low_latency=True)
+    hint = compat.Buffer.get_low_latency_rdma_size_hint(100, 128, 1, 256)
+    assert [LowLatencyBuffers(comm, hint + more)._room(7, 128, 4, 256, False) for more in (-1, 0, 1)] == [99, 100, 100]
+    assert [LowLatencyBuffers(comm, 0)._room(number, 128, 4, 256, grows) for number, grows in ((9, False), (9, True))] == [9, 16]
+
+
+def test_a_refused_growth_keeps_the_buffer() -> None:
+    import torch
+    from mpi4py import MPI
+
+    from deepep_rt import EPConfigError, EPInputError, compat
+
+    buffer = compat.Buffer(None, low_latency_mode=True, comm=MPI.COMM_SELF)
+    x, idx = torch.zeros((4, 256), dtype=torch.bfloat16), torch.zeros((4, 2), dtype=torch.int64)
+    handles = [buffer.low_latency_dispatch(x, idx, 8, 4, use_fp8=False)[2]]
+    with pytest.raises(EPConfigError, match="num_max_dispatch_tokens_per_rank=1048576"):
+        buffer.low_latency_dispatch(x, idx, 1 << 20, 4, use_fp8=False)
+    with pytest.raises(EPInputError, match=r"x.shape=\[4, 256\]; expected at most num_max_dispatch_tokens_per_rank=3 tokens"):
+        buffer.low_latency_dispatch(x, idx, 3, 4, use_fp8=False)
+    handles.append(buffer.low_latency_dispatch(x, idx, 5, 4, use_fp8=False)[2])
+    assert handles[0].buffer is handles[1].buffer
+    buffer.destroy()
+
+
 @pytest.mark.parametrize(
     ("method", "remedy"), [("low_latency_combine_low_precision", "use_logfmt=True"), ("no_such_call", r"coming-from-deepep\.md")]
 )

@@ -142,6 +142,19 @@ def test_compressed_low_latency_rows_with_masks():
 
 
 @pytest.mark.parametrize("seed", seeds(2))
+def test_quantised_rows_with_masks(seed):
+    """A silent rank is masked while others wait for its rows."""
+    kind = dict(options=FORMATS[0], **list(OPAQUE.values())[3 + seed % 2])
+    with Machine(3, seed) as machine:
+        buffers = machine.buffers(**{**LOW_LATENCY, "num_experts": 6}, on_timeout="mask")
+        low_latency_rounds(machine, buffers, seed, 2, reduce=True, **kind)
+        for number in (8, 9):
+            made = LowLatencyRound(machine, buffers, number, calling=[0, 2], reduce=True, **kind).all()
+            machine.run()
+            made.check(live=[0, 2])
+
+
+@pytest.mark.parametrize("seed", seeds(2))
 def test_mask_mode(seed):
     with Machine(2, seed) as machine:
         low_latency_rounds(machine, machine.buffers(**LOW_LATENCY, on_timeout="mask"), seed, 3, reduce=True)

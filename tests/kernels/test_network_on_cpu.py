@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scenario_table import OPAQUE
 
 from deepep_rt import EPTimeoutError
 from tests.kernels_on_cpu import compiler
@@ -14,6 +15,7 @@ from tests.kernels_on_cpu.rounds import (
     compressed_low_latency_rounds,
     fails,
     low_latency_rounds,
+    opaque_rounds,
     overlapped_rounds,
     seeds,
 )
@@ -44,6 +46,15 @@ def test_two_nodes(transport, seed):
 def test_compressed_rows(transport):
     with Machine(2, 1, transport=transport, weak_memory=transport == "mpi") as machine:
         compressed_low_latency_rounds(machine, machine.buffers(**{**TWO_BY_ONE, "hidden": 512}), 1, 5)
+        assert machine.put_bytes > 0
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("seed", seeds(len(OPAQUE)))
+def test_quantised_rows(transport, seed):
+    with Machine(2, seed, transport=transport, weak_memory=transport == "mpi") as machine:
+        opaque_rounds(machine, machine.buffers(**TWO_BY_ONE), seed, 4)
+        assert "ll_dispatch_opaque" in machine.launched
         assert machine.put_bytes > 0
 
 
@@ -133,6 +144,13 @@ def test_lost_node_is_named():
             "if (false) ok = wait_epoch(p, at<const u64>(mine, flag_offset",
             low_latency_rounds,  # overlapped rounds show it in a few seeds only, and late
             id="no-wait-for-the-word",
+        ),
+        pytest.param(
+            "low_latency/ll_opaque_rows.cuh",
+            r" \+ 4 \* \(\(all_vecs\(p\) \+ kKeyedVecs - 1\) / kKeyedVecs\)",
+            "",
+            opaque_rounds,
+            id="keys-stay-behind",
         ),
     ],
 )

@@ -28,6 +28,7 @@ MEMBERS = {
     "add_choice": ["x"],
     "fp8_encode": ["out"],
     "ll_dispatch": ["handle", "recv_x"],
+    "ll_dispatch_opaque": ["handle", "recv_x"],
     "ll_combine": ["handle", "out"],
 }
 """What kernels read and write in memory of the Buffer that calls take from a pool."""

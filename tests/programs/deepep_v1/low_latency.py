@@ -71,6 +71,11 @@ def run_smaller_maxima(world: World) -> None:
             trip.run()
             made.append(trip.served.config.num_max_tokens_per_rank)
         assert made == [3, 8, 8, 16, 16], made
+    with world.buffer(num_rdma_bytes=hint if rank else 0, low_latency_mode=True) as buffer:  # the least of all ranks counts
+        x, topk_idx = world.random_rows(2, 1), routing(world, 1, 2, num_topk, num_experts)
+        trip = RoundTrip(world, buffer, x, topk_idx, world.random_weights(2, num_topk, 1), 2, num_experts)
+        trip.run()
+        assert trip.served.config.num_max_tokens_per_rank == 2
 
 
 def run_quantised_rows(world: World) -> None:
