@@ -706,7 +706,7 @@ class Buffer(SharedByCopies):
         The dispatches send `topk_weights`. `PreparedLowLatency` says which arrays have to stay as they are, and how long results are valid.
 
         Args:
-            x: As in `low_latency_dispatch`, and so are the next two. The program updates the three in place. Not of JAX.
+            x: As in `low_latency_dispatch`, and so are the next two. The program updates them, and `x_scales`, in place. Not of JAX.
             topk_idx: See there.
             topk_weights: See there, but not None.
             y: The experts' outputs, if they lie in the same array in each step. Default: what `PreparedLowLatency.combine` gets.
@@ -1011,7 +1011,7 @@ class Buffer(SharedByCopies):
 
         This reads pinned memory (under a microsecond), waits for nothing and is not collective. It sees what the GPU has done so far.
         A loop that only replays CUDA graphs makes no calls that could raise: check after each replay, or after some. After a time-out,
-        every replay gives NaN in its floating-point results.
+        every replay gives NaN in its floating-point results, and bytes of 255 in quantised rows.
 
         Raises:
             EPTimeoutError: If a peer did not answer. The Buffer is broken.

@@ -139,9 +139,9 @@ class PreparedThroughput(_Prepared[DispatchResult, CombineResult]):
 class PreparedLowLatency(_Prepared[LowLatencyDispatchResult, LowLatencyCombineResult]):
     """A low-latency dispatch and its combine, with arguments that `Buffer.prepare_low_latency` has checked.
 
-    Before each step, write the new values to `x`, `topk_idx` and `topk_weights` in place. What `PreparedThroughput` says of these arrays,
-    of results that the next call overwrites, and of CUDA graphs holds here too. With hooks, at most one dispatch and one combine are open.
-    For two micro-batches, prepare two calls.
+    Before each step, write the new values to `x`, `topk_idx`, `topk_weights` and `x_scales` in place. What `PreparedThroughput` says of
+    these arrays, of results that the next call overwrites, and of CUDA graphs holds here too. With hooks, at most one dispatch and one
+    combine are open. For two micro-batches, prepare two calls.
 
     Example:
         >>> step = buffer.prepare_low_latency(x, topk_idx, topk_weights)

@@ -23,7 +23,8 @@
 // undefined.
 //
 // Bytes: a row crosses the link once for each receiving rank. With FP8 it has half of the bytes, and scales of 4 bytes for each 128
-// channels. The receiver gets the row in its inbox, reads and clears it, and writes it once for each expert.
+// channels. (ll_opaque_rows.cuh has other rows.) The receiver gets the row in its inbox, reads and clears it, and writes it once for each
+// expert.
 #include "low_latency/ll_converted_rows.cuh"
 #include "low_latency/ll_dispatch_call.cuh"
 

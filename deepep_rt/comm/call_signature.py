@@ -25,6 +25,7 @@ CALL_KINDS = (
     *(f"low_latency_combine with compress={name!r}" for name in COMPRESSIONS),
 )
 
+_ROW_BYTES = "bytes of a row of x"
 _DTYPES = (None, *DTYPES)  # None: the caller did not pass the array
 _FIELDS: tuple[tuple[str, Sequence[Any]], ...] = (  # name, and its values; the number of a value is its position
     ("kind", CALL_KINDS),
@@ -35,7 +36,7 @@ _FIELDS: tuple[tuple[str, Sequence[Any]], ...] = (  # name, and its values; the 
     ("round_scale", (False, True)),
     ("zero_padding", (False, True)),
     ("scales_layout", ("row", "column")),
-    ("bytes of a row of x", range(0, MAX_ROW_BYTES + 1, ROW_ALIGNMENT)),
+    (_ROW_BYTES, range(0, MAX_ROW_BYTES + 1, ROW_ALIGNMENT)),
     ("bytes of a row of x_scales", range(MAX_SCALE_BYTES + 1)),
     ("expert_alignment", range(1, MAX_ALIGNMENT + 1)),
 )
@@ -52,7 +53,9 @@ _BITS = tuple((len(values) - 1).bit_length() for _, values in _FIELDS)
 
 
 class Signature(NamedTuple):
-    """What all ranks must give the same in a call. The kernels of low-latency combines compare 32 bits: they do not set the last two."""
+    """What all ranks must give the same in a call. The kernels of low-latency combines compare 32 bits, so these calls leave out the last
+    three fields. A low-latency dispatch that converts its rows leaves out their bytes.
+    """
 
     kind: str
     x: str
@@ -130,7 +133,10 @@ def describe_mismatch(signatures: Mapping[int, Sequence[int]]) -> str | None:
             call = CALL_KINDS[next(iter(signatures.values()))[0]]  # the same on all ranks, unless it is what differs
             if name == "expert_alignment" and not call.startswith("dispatch"):
                 name = _STEP if call.startswith("combine") else _MAX_TOKENS
-            listed = ", ".join(f"rank {rank}: {values[number] if values else number}" for rank, number in numbers.items())
+            said = {0: "converted by the call"} if name == _ROW_BYTES and call == "low_latency_dispatch" else {}
+            listed = ", ".join(
+                f"rank {rank}: {said.get(number, values[number] if values else number)}" for rank, number in numbers.items()
+            )
             is_cast = name in ("x", "x_scales") and _may_be_cast(signatures)
             when = ", after use_fp8 and use_ue8m0 have taken effect" if is_cast else ""
             remedy = _REMEDIES.get(name, f"Pass arrays of the same dtypes, and the same arguments, to {call} on every rank")

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,7 +42,7 @@ _MAX_WORDS = 2 + MAX_EXPERTS  # of a rank: its numbers of tokens and rows, and a
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a call of the normal mode that all ranks know."""
+    """The sizes of a call that all ranks know, but for tokens."""
 
     hidden: int
     num_topk: int
@@ -315,39 +315,34 @@ class NormalBuffers(_BuffersByShape):
         return tokens
 
 
-class LowLatencyBuffers:
+class LowLatencyBuffers(_BuffersByShape):
     """Buffers of the low-latency mode. Every call names all sizes, and the largest Buffer of them serves calls for fewer tokens.
 
     `num_bytes` is the memory that the program has asked for. A new Buffer takes as many tokens as fit in it, as `low_latency_bytes` counts.
     """
 
     def __init__(self, comm: Communicator, num_bytes: int, **settings: Any) -> None:
+        super().__init__()
         self._comm, self._num_bytes, self._settings = comm, num_bytes, settings
-        self._current: dict[tuple[int, int, int, str], Buffer] = {}  # by hidden, top-k, experts and backend
-        self._outgrown: list[Buffer] = []  # the program may still hold their handles and results, or graphs of their calls
         self._masked: set[int] = set()  # by `set_mask`
-
-    @property
-    def living(self) -> list[Buffer]:
-        """All Buffers."""
-        return [*self._outgrown, *self._current.values()]
 
     def buffer_for(self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str) -> Buffer:
         """Return a Buffer for calls of these sizes, or make one. It may take more tokens, and more experts of a token."""
-        for (*sizes, name), buffer in sorted(self._current.items()):
-            is_enough = sizes[1] >= num_topk and buffer.config.num_max_tokens_per_rank >= num_tokens
-            if is_enough and (sizes[0], sizes[2], name) == (hidden, num_experts, backend):
+        shape = Shape(hidden, num_topk, num_experts, "bfloat16", backend)
+        for other, buffer in sorted(self._current.items(), key=lambda item: item[0].num_topk):
+            is_enough = other.num_topk >= num_topk and buffer.config.num_max_tokens_per_rank >= num_tokens
+            if is_enough and replace(other, num_topk=num_topk) == shape:
                 return buffer
         check_not_capturing(backend)
-        key = (hidden, num_topk, num_experts, backend)
+        sizes = num_tokens, hidden, num_topk, num_experts, backend
         text = "it makes a Buffer for its low_latency_dispatch, which has "
-        notes = [(other, text + _differences((num_tokens, *key), _sizes_of(other))) for other in self.living]
-        old = self._current.get(key)
+        notes = [(other, text + _differences(sizes, _sizes_of(other))) for other in self.living]
+        old = self._current.get(shape)
         with making_instead(self._comm, notes):
-            buffer = self._make(self._room(num_tokens, *key[:3], old is not None), *key)
+            buffer = self._make(shape, self._room(num_tokens, hidden, num_topk, num_experts, old is not None))
         if old is not None:
             self._outgrown.append(old)
-        self._current[key] = buffer
+        self._current[shape] = buffer
         for rank in self._masked:
             buffer.mask_rank(rank)
         return buffer
@@ -373,20 +368,18 @@ class LowLatencyBuffers:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def _make(self, num_tokens: int, hidden: int, num_topk: int, num_experts: int, backend: str) -> Buffer:
-        sizes: dict[str, Any] = dict(
-            num_max_tokens_per_rank=num_tokens, hidden=hidden, num_topk=num_topk, num_experts=num_experts
-        )
+    def _make(self, shape: Shape, num_tokens: int) -> Buffer:
+        sizes = {**asdict(shape), "num_max_tokens_per_rank": num_tokens}
         try:
-            return Buffer(self._comm, **sizes, backend=backend, low_latency=True, **self._settings)
+            return Buffer(self._comm, **sizes, low_latency=True, **self._settings)
         except EPConfigError as error:  # it names the arguments of that class
             raise EPConfigError(str(error).replace("num_max_tokens_per_rank", "num_max_dispatch_tokens_per_rank")) from error
 
     def find_silent_ranks(self, num_tokens: int, hidden: int, num_experts: int) -> None:
         """Make a call without tokens on each Buffer for calls of these sizes. Such a call waits for all ranks."""
         for buffer in self.living:
-            most, *sizes, num_topk, experts, backend = _sizes_of(buffer)
-            if (*sizes, experts) == (hidden, num_experts) and most >= num_tokens:
+            most, width, num_topk, experts, backend = _sizes_of(buffer)
+            if (width, experts) == (hidden, num_experts) and most >= num_tokens:
                 device = "cuda" if backend == "cuda" else "cpu"
                 x = torch.empty((0, hidden), dtype=torch.bfloat16, device=device)
                 buffer.low_latency_dispatch(x, torch.empty((0, num_topk), dtype=torch.int64, device=device))
@@ -405,11 +398,6 @@ class LowLatencyBuffers:
     def masked_ranks(self) -> list[int]:
         """List the ranks that calls exclude, ascending."""
         return sorted(self._masked.union(*(buffer.query_masked_ranks() for buffer in self.living)))
-
-    def check(self) -> None:
-        """Raise the error that the next call would raise."""
-        for buffer in self.living:
-            buffer.check()
 
     def destroy(self) -> None:
         """Destroy all Buffers. Collective."""

@@ -160,7 +160,7 @@ class Layout:
 
     @cached_property
     def low_latency_message_stride(self) -> int:
-        """Bytes from one message to the next. An FP8 row with its scales is shorter than a bfloat16 row."""
+        """Bytes from one message to the next. FP8 rows and quantised rows, with scales and keys, are no longer than a bfloat16 row."""
         return align_up(self.low_latency_head_bytes + self.low_latency_row_bytes, 128)
 
     # --- local memory of a rank --------------------------------------------------------------------------------------------------

@@ -339,7 +339,7 @@ _COMBINE_NODES = (
 """
 )
 
-# All members of a dispatch lie in few lines of the constant cache. A first access to a line takes a few hundred nanoseconds.
+# The members of a dispatch lie in few lines of the constant cache, because a first access to a line delays a call of few tokens.
 _LOW_LATENCY_DISPATCH = (
     _COMMON
     + """

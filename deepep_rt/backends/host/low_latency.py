@@ -50,6 +50,7 @@ class LowLatency:
         x, scales = inputs.x, inputs.x_scales
         if inputs.use_fp8:
             x, scales = fp8_rows(x, inputs.round_scale, inputs.use_ue8m0)
+        capacity = self._config.num_ranks * inputs.num_max_tokens
         start = time.perf_counter_ns()
         with self._agreement.low_latency_call(inputs.signature(x.dtype, scales.dtype if scales else None)):
             sources = self._channel.peers
@@ -67,7 +68,7 @@ class LowLatency:
             None if weights is None else values_of(weights),
             None if inputs.topk_weights is None else values_of(inputs.topk_weights).copy(),
             self._config.num_local_experts,
-            capacity := self._config.num_ranks * inputs.num_max_tokens,
+            capacity,
         )
         shape = (self._config.num_local_experts, capacity)
         results = {
