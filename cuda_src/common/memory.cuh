@@ -66,6 +66,11 @@ __device__ __forceinline__ u64 ld_relaxed_sys(const u64* p) {
   return v;
 }
 
+// Loads two neighbouring words at once, each of them whole. `p` is a multiple of 16 bytes.
+__device__ __forceinline__ void ld_relaxed_sys(const u64* p, u64& first, u64& second) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(p) : "memory");
+}
+
 __device__ __forceinline__ void st_release_sys(u32* p, u32 v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

@@ -31,8 +31,12 @@ __device__ inline bool read_headers(const Params& p, const Call& call, u64 start
     if (source < kNumRanks && !call.excluded[source]) {
       const LlHeader* header = at<const LlHeader>(inbox_base(p, source), header_offset(call.received, source));
       const bool arrived = wait_until(p, call.received, kPhaseLlCounts, source, [&](u32&) {
-        tokens = first_word(p, header, source), rows = ld_relaxed_sys(&header->num_rows);
-        low = ld_relaxed_sys(header->call_signature), high = ld_relaxed_sys(header->call_signature + 1);
+        if (is_scale_out(p, source)) {
+          tokens = first_word(p, header, source), rows = ld_relaxed_sys(&header->num_rows);
+        } else {
+          ld_relaxed_sys(&header->num_tokens, tokens, rows);
+        }
+        ld_relaxed_sys(header->call_signature, low, high);
         const bool is_whole = static_cast<u32>(tokens) == call.received && static_cast<u32>(rows) == call.received &&
                               static_cast<u32>(low) == call.received && static_cast<u32>(high) == call.received;
         if (is_whole && p.wait_stats) arrival_ns = nanoseconds();

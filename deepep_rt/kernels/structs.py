@@ -143,8 +143,8 @@ LlHeader = CStruct(
     "LlHeader",
     """
     u64 num_tokens;                      // of the sender; each word carries the epoch in its lower half and needs no flag
-    u64 call_signature[2];               // all ranks must agree on it; its lower half, then its upper half
     u64 num_rows;                        // tokens that the sender sends to the receiver
+    u64 call_signature[2];               // all ranks must agree on it; its lower half, then its upper half
     u64 tokens[kLlBitmapWords];          // a bit for each token of the sender: whether it is one of them
     u64 num_choices[kNumLocalExperts];   // choices of each expert of the receiver by the sender's tokens
     """,

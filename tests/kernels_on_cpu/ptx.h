@@ -42,6 +42,7 @@ inline void ld_acquire_gpu_global_u32(u32& v, const void* p) { v = load<u32>(p);
 inline void ld_relaxed_gpu_global_u32(u32& v, const void* p) { v = load<u32>(p); }
 inline void ld_relaxed_sys_global_u32(u32& v, const void* p) { v = load<u32>(p); }
 inline void ld_relaxed_sys_global_u64(u64& v, const void* p) { v = load<u64>(p); }
+inline void ld_relaxed_sys_global_v2_u64(u64& a, u64& b, const void* p) { a = load<u64>(p), b = load<u64>(static_cast<const u64*>(p) + 1); }
 inline void ld_relaxed_sys_global_f32(float& v, const void* p) { v = load<float>(p); }
 inline void ld_relaxed_sys_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
