@@ -199,12 +199,23 @@ def socket_dir() -> Path | None:
     return Path(text) if text else None
 
 
+def store_token() -> str:
+    """`DEEPEP_RT_STORE_TOKEN`: the secret that a store and its clients know; empty when unset."""
+    return os.environ.get(_STORE_TOKEN, "")
+
+
+def with_store_token(token: str) -> dict[str, str]:
+    """Return the environment for the process of a store with this token."""
+    return {**os.environ, _STORE_TOKEN: token}
+
+
 def put_gpu_first(index: int, count: int) -> None:
     """Set `CUDA_VISIBLE_DEVICES` to the same GPUs with another one first. CUDA reads it when it starts."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([names[index], *names[:index], *names[index + 1 :]])
 
 
+_STORE_TOKEN = "DEEPEP_RT_STORE_TOKEN"
 _READERS = {
     "DEEPEP_RT_CACHE_DIR": cache_dir,
     "DEEPEP_RT_ASSERT_CACHED": assert_cached,
@@ -216,6 +227,7 @@ _READERS = {
     "DEEPEP_RT_SHARE_GPUS": share_gpus,
     "DEEPEP_RT_SYMMETRIC_MEMORY": symmetric_memory,
     "DEEPEP_RT_SOCKET_DIR": socket_dir,
+    _STORE_TOKEN: store_token,
     "DEEPEP_RT_DEEPEP_VERSION": deepep_version,
     "DEEPEP_RT_NVTX": nvtx,
     "DEEPEP_RT_STATISTICS": statistics,
@@ -245,9 +257,10 @@ SETTINGS = ("DEEPEP_RT_", "NVSHMEM_", "CUDA_")
 
 
 def variables() -> dict[str, str]:
-    """Return every set variable that affects this library, NVSHMEM or CUDA."""
+    """Return every set variable that affects this library, NVSHMEM or CUDA. Reports show them, so a token is left out."""
     names = ("LD_LIBRARY_PATH", "NVIDIA_VISIBLE_DEVICES")
-    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SETTINGS) or name in names}
+    found = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(SETTINGS) or name in names}
+    return {name: "(a secret)" if name == _STORE_TOKEN and value else value for name, value in found.items()}
 
 
 @dataclass(frozen=True)

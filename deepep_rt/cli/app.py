@@ -17,6 +17,7 @@ from .compile import compile_
 from .doctor import doctor
 from .soak import soak
 from .statistics import statistics
+from .store import store
 
 app = typer.Typer(
     help="Expert-parallel dispatch and combine.",
@@ -30,6 +31,7 @@ app.command()(bench)
 app.command()(doctor)
 app.command()(soak)
 app.command()(statistics)
+app.command()(store)
 app.command("compile")(compile_)
 
 
