@@ -6,12 +6,14 @@ results hold Views, which become arrays of the caller's framework at first acces
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
 import time
 import warnings
 import weakref
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +41,17 @@ from .backends.inputs import (
     weights_of_rows,
 )
 from .comm import process_end
-from .config import COMBINE_DTYPES, MAX_SMS, MAX_TIMEOUT_S, ROW_ALIGNMENT, USUAL_SMS, Config, declared_ranks_per_node, dtype_name
+from .config import (
+    COMBINE_DTYPES,
+    MAX_RANKS,
+    MAX_SMS,
+    MAX_TIMEOUT_S,
+    ROW_ALIGNMENT,
+    USUAL_SMS,
+    Config,
+    declared_ranks_per_node,
+    dtype_name,
+)
 from .description import BufferDescription
 from .errors import EPConfigError, EPDestroyedError, EPInputError
 from .kernels.layout import Layout
@@ -61,6 +73,7 @@ from .tuned import TuningResult
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+    from .backends.members import Members
     from .comm.communicator import Communicator
     from .comm.failure_notice import FailureNotice
 
@@ -85,6 +98,23 @@ def _detach_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_detach_after_fork)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Joining:
+    """Stands for the communicator of a process that joins: the slot that it wants, and its limit."""
+
+    slot: int | None
+    limit_s: float | None
+
+    def checked(self, num_slots: int) -> _Joining:
+        """Check the numbers. Raise EPConfigError if one is out of range."""
+        slot, limit_s = self.slot, self.limit_s
+        if slot is not None:
+            slot = whole_number(slot, "slot", 0, num_slots - 1, error=EPConfigError, remedy="Pass a slot, or None for any.")
+        if limit_s is not None:
+            limit_s = seconds(limit_s, "limit_s", MAX_TIMEOUT_S, error=EPConfigError)
+        return _Joining(slot, limit_s)
 
 
 def begin_call(backend: Backend, x: Any, async_finish: bool, previous_event: Any, stream: Any) -> Call:
@@ -151,6 +181,13 @@ class Buffer(SharedByCopies):
             and this only has to be in range. `config.num_max_recv_tokens` is the number in use.
         statistics: Count calls, rows, bytes and waits for `statistics()`. Kernels are compiled for it, and take a little longer. All ranks
             agree on it. Default: `DEEPEP_RT_STATISTICS`.
+        max_ranks: Let ranks come and go (`shrink`, `admit`, `join`), up to so many at a time. A rank is then a slot: it keeps its number,
+            and its experts, while others leave. `num_experts` counts the experts of all slots. Choices of a slot without a process are
+            skipped, as -1 is. The ranks of `comm` have the slots from 0 on. One host, and memory of CUDA's virtual memory. Default: the
+            ranks are fixed.
+        rendezvous: Where the processes of such a Buffer meet, also after some have died: "host:port" or "host:port/name" of
+            `python -m deepep_rt store`, a store of torch.distributed that outlives them, or "auto", such a store that rank 0 starts.
+            Default: "auto".
 
     Raises:
         EPConfigError: If a size is wrong, or the ranks disagree on one.
@@ -172,10 +209,11 @@ class Buffer(SharedByCopies):
     _instead = MAKE_ANOTHER
     _backend: Backend | None = None
     _parents_backend: Backend | None = None
+    _members: Members | None = None
 
     def __init__(
         self,
-        comm: Intracomm | Communicator,
+        comm: Intracomm | Communicator | _Joining,
         *,
         num_max_tokens_per_rank: int,
         hidden: int,
@@ -196,12 +234,17 @@ class Buffer(SharedByCopies):
         path: str = "auto",
         num_max_recv_tokens: int | None = None,
         statistics: bool | None = None,
+        max_ranks: int | None = None,
+        rendezvous: Any = None,
     ) -> None:
         from .backends.agreement import report_wrong_setting  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
         from .comm.convert import communicator_of
+        from .comm.rendezvous import check_place
 
-        ranks = communicator_of(comm)
+        joining = comm if isinstance(comm, _Joining) else None
+        ranks = communicator_of(comm) if joining is None else None
+        has_slots = max_ranks is not None or rendezvous is not None
         optional: dict[str, Any] = {"timeout_s": timeout_s, "check_inputs": check_inputs, "statistics": statistics}
         try:
             self._annotate = nvtx_ranges.annotator()
@@ -210,8 +253,17 @@ class Buffer(SharedByCopies):
             on_exhausted = choice(on_exhausted, "on_exhausted", ("copy", "error"), error=EPConfigError)
             if network is not None and not isinstance(network, NetworkOptions):
                 raise argument_error(network, "network", "NetworkOptions, or None", "Pass one of them.", EPConfigError)
+            num_ranks = ranks.Get_size() if ranks is not None else 1
+            if has_slots:
+                if max_ranks is not None or joining is not None:
+                    num_ranks = whole_number(max_ranks, "max_ranks", 1, MAX_RANKS, error=EPConfigError)
+                if joining is not None:
+                    joining = joining.checked(num_ranks)
+                check_place(rendezvous)
+                ranks_per_node = num_ranks if ranks_per_node is None else ranks_per_node
             config = Config(
-                num_ranks=ranks.Get_size(),
+                num_ranks=num_ranks,
+                has_slots=has_slots,
                 num_max_tokens_per_rank=num_max_tokens_per_rank,
                 hidden=hidden,
                 num_topk=num_topk,
@@ -222,17 +274,27 @@ class Buffer(SharedByCopies):
                 leaves_sms=num_sms is None,
                 low_latency=low_latency,
                 low_latency_sms=low_latency_sms,
-                ranks_per_node=declared_ranks_per_node(ranks.Get_size()) if ranks_per_node is None else ranks_per_node,
+                ranks_per_node=declared_ranks_per_node(num_ranks) if ranks_per_node is None else ranks_per_node,
                 on_timeout=on_timeout,
                 path=path,
                 recv_limit=num_max_recv_tokens,
                 **{name: value for name, value in optional.items() if value is not None},
             )
         except Exception as error:
-            report_wrong_setting(ranks, error, timeout_s)
+            if ranks is not None:
+                report_wrong_setting(ranks, error, timeout_s)
             raise
+        if has_slots:
+            from .backends.members import Members
+
+            self._members = Members.begin(ranks, joining, rendezvous, config, {"backend": backend, "on_exhausted": on_exhausted})
+            ranks = self._members.communicator()
+        assert ranks is not None
         made = make_backend(ranks, config, backend, next(_serials), on_exhausted, network)
-        self._rank, self._backend, self._info, self._call_lock = ranks.Get_rank(), made, made.info, made.call_lock
+        self._rank, self._backend, self._info = ranks.numbers[ranks.Get_rank()], made, made.info
+        self._call_lock = made.call_lock
+        if self._members is not None:
+            self._members.start(made, joining)
         self.config = made.info.config
         self._made_at = time.monotonic()
         _living.add(self)
@@ -1100,6 +1162,8 @@ class Buffer(SharedByCopies):
     def wake(self) -> None:
         """Take memory again, at the same addresses, after `sleep`. Collective.
 
+        After a `shrink` in which this rank has left, it waits until the other members call `admit`.
+
         Raises:
             EPOutOfMemoryError: On every rank, if the GPU of one has too little memory. The Buffer still sleeps: free memory, and call this
                 again on all ranks.
@@ -1114,7 +1178,122 @@ class Buffer(SharedByCopies):
         with lock.waking():
             lock.progress.name = "wake"
             assert self._backend is not None
-            self._backend.wake()
+            if self._members is not None and self._members.has_left:
+                self._members.come_back(self._backend)
+            else:
+                self._backend.wake()
+
+    @staticmethod
+    def join(
+        rendezvous: Any, *, max_ranks: int, slot: int | None = None, limit_s: float | None = None, **settings: Any
+    ) -> Buffer:
+        """Make a Buffer in a new process that takes a free slot of an existing one. Its members take it in with `admit`.
+
+        The memory and the kernels are made before, so the members wait for milliseconds.
+
+        Args:
+            rendezvous: `buffer.rendezvous` of the members, or the store that they were given.
+            max_ranks: That of the members.
+            slot: The slot to take. Default: the first free one.
+            limit_s: Seconds after which this gives up. Default: `timeout_s`.
+            settings: The other arguments of `Buffer`, as the members have them.
+
+        Returns:
+            The Buffer. Its rank is its slot.
+
+        Raises:
+            EPConfigError: If the settings differ from those of the members.
+            EPTimeoutError: If no slot becomes free, or the members do not call `admit`.
+
+        Example:
+            >>> buffer = Buffer.join("10.0.0.1:29600", max_ranks=8, num_max_tokens_per_rank=128, hidden=7168, num_topk=8, num_experts=256)
+            >>> buffer.members
+            (0, 1, 2, 3)
+        """
+        return Buffer(_Joining(slot, limit_s), max_ranks=max_ranks, rendezvous=rendezvous, **settings)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that have a process, ascending. Without `max_ranks`, these are all.
+
+        Raises:
+            EPDestroyedError: After `destroy()`.
+        """
+        self._existing()
+        return tuple(range(self.config.num_ranks)) if self._members is None else self._members.slots
+
+    @property
+    def rendezvous(self) -> Any:
+        """Where other processes join: an address, or the store that the Buffer was given. None without `max_ranks`."""
+        return None if self._members is None else self._members.rendezvous.place
+
+    def shrink(self, lost: Iterable[int] | None = None) -> tuple[int, ...]:
+        """Go on without ranks that are lost. Collective over the others, after an EPPeerLostError or any other EPTimeoutError.
+
+        It ends the calls of this GPU, whatever they wait for. The experts of the ranks that are left out are skipped from now on, as -1 is.
+        Results that the caller holds stay; handles and hooks are refused. Captured graphs with a new routing in them, or with both
+        low-latency calls, and prepared calls go on.
+
+        Args:
+            lost: Ranks to leave out. Ranks whose processes have ended, that are masked, or that were silent for `timeout_s` are left out
+                in any case. A rank that calls this for itself leaves: its Buffer sleeps, without results. `wake` then asks the others to
+                take it in again with `admit`. Its graphs stay.
+
+        Returns:
+            The members from now on.
+
+        Raises:
+            EPEvictedError: If the other ranks have left this one out.
+            EPInputError: Without `max_ranks`, or during a capture.
+            EPUnavailableError: If the store does not answer, or the GPU does not end its work. Call it again, or destroy the Buffer.
+
+        Example:
+            >>> try:
+            ...     loss = step(batch)
+            ... except EPPeerLostError:
+            ...     buffer.shrink()
+            ...     restore(buffer.members)
+        """
+        last, remedy = self.config.num_ranks - 1, "Pass ranks to leave out, or nothing."
+        given = tuple(whole_number(rank, "lost", 0, last, remedy=remedy) for rank in (() if lost is None else lost))
+        members, backend = self._changeable("shrink")
+        if self._rank in given:
+            with self._call_lock.changing_members():
+                members.leave(backend)
+                self._call_lock.fall_asleep()
+            return members.slots
+        with self._call_lock.changing_members():
+            members.shrink(backend, {*given, *backend.lost_ranks()})
+        return members.slots
+
+    def admit(self) -> tuple[int, ...]:
+        """Take in processes that wait in `join`. Collective over the members. Without such a process, this takes about a millisecond.
+
+        It waits for all calls of this rank. Handles and hooks of before are refused then, as after `shrink`.
+
+        Returns:
+            The ranks that have come; empty if there are none.
+
+        Raises:
+            EPEvictedError: If the other ranks have left this one out.
+            EPInputError: Without `max_ranks`, or during a capture.
+
+        Example:
+            >>> if step_number % 10 == 0 and (new := buffer.admit()):
+            ...     send_weights(new)
+        """
+        members, backend = self._changeable("admit")
+        before = set(members.slots)
+        with self._call_lock.changing_members():
+            members.admit(backend)
+        return tuple(slot for slot in members.slots if slot not in before)
+
+    def _changeable(self, method: str) -> tuple[Members, Backend]:
+        self._existing()
+        if self._members is None:
+            raise EPInputError(f"{method}() of a Buffer whose ranks are fixed; expected one with slots. Make it with max_ranks=")
+        assert self._backend is not None
+        return self._members, self._backend
 
     def trim(self) -> int:
         """Give memory back that this rank has taken for more results than `num_slots`, and that is free now. Not collective.
@@ -1224,6 +1403,8 @@ class Buffer(SharedByCopies):
         backend, self._backend = self._backend, None
         if backend is None:
             return
+        if self._members is not None:
+            self._members.close()
 
         def finish(interruption: BaseException | None) -> None:
             if backend.call_lock.notice is not None:

@@ -18,6 +18,7 @@ from .errors import EPConfigError
 MAX_TOPK = 32
 MAX_EXPERTS = 1 << 13
 MAX_SMS = 1 << 10
+MAX_RANKS = 1 << 16
 USUAL_SMS = 24
 """SMs of dispatch and combine, unless the program or a stored tuning says otherwise."""
 
@@ -128,6 +129,7 @@ class Config:
         transport: "nvshmem" or "mpi": the transport to ranks of other nodes, which is chosen when the Buffer is made.
         statistics: Whether calls add to the numbers of `Buffer.statistics`.
         leaves_sms: Whether the program passed `num_sms=None`. A stored tuning may then replace `num_sms`.
+        has_slots: Whether ranks may come and go. `num_ranks` counts slots then: numbers of ranks that may have a process.
 
     Raises:
         EPConfigError: if a value is out of range. The message names the value and the range.
@@ -152,6 +154,7 @@ class Config:
     transport: str = "nvshmem"
     statistics: bool = dataclasses.field(default_factory=_env.statistics)
     leaves_sms: bool = False
+    has_slots: bool = False
 
     def __post_init__(self) -> None:
         self._check_types_and_ranges()
@@ -168,7 +171,7 @@ class Config:
                 self.dtype, "dtype", f"one of {', '.join(DTYPES)}", "Pass a name, or a library's dtype.", EPConfigError
             )
         for name, least, most in (
-            ("num_ranks", 1, 1 << 16),
+            ("num_ranks", 1, MAX_RANKS),
             ("num_max_tokens_per_rank", 1, 1 << 20),
             ("hidden", 1, 1 << 20),
             ("num_topk", 1, MAX_TOPK),
@@ -182,7 +185,7 @@ class Config:
             self._set("ranks_per_node", self._checked_ranks_per_node())
         if self.recv_limit is not None:
             self._set("recv_limit", self._checked_recv_limit())
-        for name in ("low_latency", "check_inputs", "statistics", "leaves_sms"):
+        for name in ("low_latency", "check_inputs", "statistics", "leaves_sms", "has_slots"):
             self._set(name, flag(getattr(self, name), name, error=EPConfigError))
         self._set("transport", choice(self.transport, "transport", ("nvshmem", "mpi"), error=EPConfigError))
         self._set("on_timeout", choice(self.on_timeout, "on_timeout", ("raise", "mask"), error=EPConfigError))
@@ -354,6 +357,8 @@ class Config:
         """Return all settings by the names that `Buffer` gives them, so that ranks can compare them."""
         settings = dataclasses.asdict(self)
         settings["num_max_recv_tokens"] = settings.pop("recv_limit")
+        if settings.pop("has_slots"):
+            settings["max_ranks"] = self.num_ranks
         if settings.pop("leaves_sms"):
             settings["num_sms"] = None
         return settings
@@ -372,4 +377,5 @@ class Config:
             "kLlBitmapWords": self.low_latency_bitmap_words,
             "kHasRelay": int(self.has_relay),
             "kHasStatistics": int(self.statistics),
+            "kHasSlots": int(self.has_slots),
         }

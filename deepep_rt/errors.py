@@ -11,8 +11,10 @@
     ├── EPOutOfMemoryError   (MemoryError)   GPU or host memory is full, or no slot is left for a result
     ├── EPDestroyedError     (RuntimeError)  the Buffer was destroyed
     ├── EPAsleepError        (RuntimeError)  the Buffer sleeps
+    ├── EPEvictedError       (RuntimeError)  the members of a Buffer with slots have gone on without this process
     └── EPTimeoutError       (TimeoutError)  a peer did not answer within `timeout_s`; the Buffer is broken
         └── EPPeerError                      a peer left or refused its call, and said why
+            └── EPPeerLostError              the process of a peer has ended, or a Buffer with slots has lost touch with it
 """
 
 from __future__ import annotations
@@ -66,6 +68,10 @@ class EPAsleepError(EPError, RuntimeError):
     """The Buffer sleeps (`Buffer.sleep`). Call `wake()` on all ranks first."""
 
 
+class EPEvictedError(EPError, RuntimeError):
+    """The other members of a Buffer with slots have gone on without this process. `Buffer.join` takes a free slot again."""
+
+
 class EPTimeoutError(EPError, TimeoutError):
     """A peer did not answer in time. `EPPeerError` is raised where the peer has said why.
 
@@ -113,3 +119,17 @@ class EPPeerError(EPTimeoutError):
     def __init__(self, message: str, *, reason: str = "", **attributes: Any) -> None:
         super().__init__(message, **attributes)
         self.reason = reason
+
+
+class EPPeerLostError(EPPeerError):
+    """The processes of some ranks have ended, or a Buffer with slots has lost touch with them. `Buffer.shrink` goes on without them.
+
+    It has the attributes of `EPPeerError`, too.
+
+    Attributes:
+        ranks: The ranks that this rank knows to be lost, ascending.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...] = (), **attributes: Any) -> None:
+        super().__init__(message, **attributes)
+        self.ranks = ranks

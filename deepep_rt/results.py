@@ -85,8 +85,15 @@ MAKE_ANOTHER = "leave it out (save a model's state_dict, not the model), and mak
 """The remedy in the error that pickling a Buffer raises."""
 
 
+generations = [0]
+"""How often a Buffer of this process has begun a generation."""
+
+
+@dataclass(eq=False, kw_only=True)
 class _Handle(SharedByCopies):
     _instead = "send what was routed (topk_idx), and dispatch where you load it"
+
+    born: int = field(default_factory=lambda: generations[0], repr=False)  # internal: `generations` at the dispatch
 
 
 @dataclass(eq=False)

@@ -34,6 +34,22 @@ __device__ inline void raise_abort(const Params& p, u32 phase, int peer, u32 exp
   st_release_sys(&report->flag, 1);
 }
 
+// Buffers with slots (kHasSlots): whether a slot has no process. A kernel sends nothing there, and waits for nothing from there.
+__device__ __forceinline__ bool is_absent(const Params& p, int rank) {
+  return kHasSlots && (at<const State>(p.state, 0)->absent >> rank & 1);
+}
+
+// A bit for each slot whose end stops a wait for `peer`. Where time-outs mask, that is the peer. Otherwise any loss ends the call, because
+// the peer may have given it up. Their last data may be here all the same, so only waits look at this.
+__device__ __forceinline__ u32 lost_for(const Params& p, int peer) {
+  if constexpr (!kHasSlots) return 0;
+  const u32 lost = ld_relaxed_gpu(&at<State>(p.state, 0)->lost);
+  return kMasksOnTimeout ? lost & 1u << peer : lost;
+}
+
+// The rank that a report about a wait for `peer` names.
+__device__ __forceinline__ int silent_rank(u32 lost, int peer) { return lost ? __ffs(lost) - 1 : peer; }
+
 // The word that says whether low-latency calls exclude a rank.
 __device__ __forceinline__ u32* masked_at(const Params& p, int rank) { return at<u32>(p.state, kLocalMasked) + rank; }
 
@@ -79,9 +95,12 @@ constexpr bool kWaitsAreSimple = kIsLowLatency && !kMasksOnTimeout && !kCountsWa
 __device__ __noinline__ u64 start_of_wait(const Params& p, u64 start, u32 expected, u32 phase, int peer, u32 seen) {
   if (was_aborted(p)) return 0;
   const u64 now = nanoseconds();
-  if (start == 0) return now;
-  if (now - start <= p.timeout_ns) return start;
-  raise_abort(p, phase, peer, expected, seen);
+  const u32 lost = lost_for(p, peer);
+  if (!lost) {
+    if (start == 0) return now;
+    if (now - start <= p.timeout_ns) return start;
+  }
+  raise_abort(p, phase, silent_rank(lost, peer), expected, seen);
   return 0;
 }
 
@@ -107,19 +126,20 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
     }
     if (ld_relaxed_gpu(stop)) return false;
     const u64 now = nanoseconds();
-    if (kCountsWaits ? spins == 64 : start == 0) {
+    const u32 lost = lost_for(p, peer);
+    if (!lost && (kCountsWaits ? spins == 64 : start == 0)) {
       if (!kCountsWaits) start = now;
       if (kMasksOnTimeout) heartbeat = last_heartbeat(p, peer);
       continue;
     }
     if (kMasksOnTimeout && now - start > p.timeout_ns / kHeartbeatsPerTimeout)
       (kHasScaleOut ? send_heartbeat_out_of_line : send_heartbeat)(p, now);
-    if (now - start <= (kCountsWaits && again ? 2 * p.timeout_ns : p.timeout_ns)) continue;
+    if (!lost && now - start <= (kCountsWaits && again ? 2 * p.timeout_ns : p.timeout_ns)) continue;
     if (!kMasksOnTimeout) {
-      raise_abort(p, phase, peer, expected, seen);
+      raise_abort(p, phase, silent_rank(lost, peer), expected, seen);
       return false;
     }
-    if (again || last_heartbeat(p, peer) == heartbeat) {
+    if (lost || again || last_heartbeat(p, peer) == heartbeat) {
       if (kCountsWaits) count_wait(p, phase, expected, peer, now - start);
       mask_rank(p, peer);
       return false;

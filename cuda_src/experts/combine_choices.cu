@@ -97,7 +97,9 @@ __device__ __forceinline__ const char* row_of(const Params& p, int entry) {
 }
 
 __device__ inline void raise_flags(const Params& p, u32 epoch) {
-  for (int r = 0; r < kNumRanks; ++r) st_release_sys(at<u32>(p.peers[r], kControlCombineFlags) + p.rank * kMaxCombineChunks, epoch);
+  for (int r = 0; r < kNumRanks; ++r) {
+    if (!is_absent(p, r)) st_release_sys(at<u32>(p.peers[r], kControlCombineFlags) + p.rank * kMaxCombineChunks, epoch);
+  }
 }
 
 // One lane calls this, after its warp's items are written.
@@ -204,7 +206,7 @@ __device__ inline void reduce_tokens(const Params& p, u32 epoch) {
   const u64 base = p.peers[p.rank];
   const u32* flags = at<const u32>(base, kControlCombineFlags);
   bool ok = true;
-  if (lane < kNumRanks) ok = wait_epoch(p, flags + lane * kMaxCombineChunks, epoch, kPhaseCombineRows, lane);
+  if (lane < kNumRanks && !is_absent(p, lane)) ok = wait_epoch(p, flags + lane * kMaxCombineChunks, epoch, kPhaseCombineRows, lane);
   const bool all_ok = __all_sync(~0u, ok);
   __syncwarp();  // all lanes may read what lanes 0 .. kNumRanks-1 acquired
   if (!all_ok) return;
@@ -240,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices
   const int warp = warp_idx(), lane = lane_idx();
   if (p.first_token > 0 && state->combine_differs) return;  // the first window has said so
   const u32 epoch = state->combine_epoch + 1;
-  const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  const u32 serial = serial_of(p);
   if (serial == kNoSerial) {  // see recv_window.cuh
     poison_sums(p, blockIdx.x * kCombineThreads + threadIdx.x, gridDim.x * kCombineThreads);
     return;

@@ -203,7 +203,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->combine_epoch + 1;
 
-  const u32 serial = *at<const u32>(p.handle, kHandleSerial);
+  const u32 serial = serial_of(p);
   if (serial == kNoSerial) {  // see recv_window.cuh
     poison_sums(p, blockIdx.x * kCombineThreads + threadIdx.x, gridDim.x * kCombineThreads);
     return;

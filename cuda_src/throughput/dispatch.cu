@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->dispatch_epoch + 1;
 
-  const u32 serial = p.follows_route ? kNoSerial : *at<const u32>(p.handle, kHandleSerial);
+  const u32 serial = p.follows_route ? kNoSerial : serial_of(p);
   if (!p.follows_route && serial == kNoSerial) {  // see recv_window.cuh
     if (blockIdx.x == 0 && warp == 0) poison_results(p, lane, 32);
     write_counts(p);
@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const
 
   if (warp != 0 || !is_warp_of_last_block(&state->dispatch_blocks)) return;
   // A block that saw `abort` has not sent its part. It saw `abort` before it counted itself as finished, so this block sees it too.
-  if (!routes.failed && !was_aborted(p) && lane < kNumRanks) {
+  if (!routes.failed && !was_aborted(p) && lane < kNumRanks && !is_absent(p, lane)) {
     st_release_sys(at<u32>(p.peers[lane], kControlDispatchFlags) + p.rank, epoch);
     wait_epoch(p, at<u32>(p.peers[p.rank], kControlDispatchFlags) + lane, epoch, kPhaseDispatchRows, lane);
   }

@@ -18,6 +18,9 @@ __device__ __forceinline__ RecvWindow* window_at(u64 base, u64 inbox, u32 epoch,
 
 // One lane writes the inbox of one peer.
 __device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, int peer, const RecvWindow& mine) {
+  if constexpr (kHasSlots) {  // without slots, a return would change the order of the loads
+    if (is_absent(p, peer)) return;
+  }
   RecvWindow* theirs = window_at(p.peers[peer], inbox, epoch, p.rank);
   st_relaxed_sys(&theirs->x, mine.x);
   st_relaxed_sys(&theirs->scales, mine.scales);
@@ -35,6 +38,19 @@ __device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, i
 // not make it.
 constexpr u32 kNoSerial = 0;
 
+// The serial of the handle of a call with a known routing. The routing of another generation counts as kNoSerial: its rows may belong to
+// slots that are absent now.
+__device__ inline u32 serial_of(const Params& p) {
+  if constexpr (kHasSlots) {
+    const u32 now = at<const State>(p.state, 0)->generation, then = *at<const u32>(p.handle, kHandleGeneration);
+    if (now != then) {
+      if (blockIdx.x == 0 && threadIdx.x == 0) report_event(p, &Report::old_routing, static_cast<u64>(then + 1) << 32 | now);
+      return kNoSerial;
+    }
+  }
+  return *at<const u32>(p.handle, kHandleSerial);
+}
+
 // One lane tells one peer where this rank receives the rows of a dispatch.
 template <class DispatchParams>
 __device__ __forceinline__ void publish_results(const DispatchParams& p, u32 epoch, int peer, u32 serial) {
@@ -43,8 +59,9 @@ __device__ __forceinline__ void publish_results(const DispatchParams& p, u32 epo
            p.call_signature, serial, epoch});
 }
 
-// Waits for the window of a peer, and turns its offsets into addresses in the peer's memory.
+// Waits for the window of a peer, and turns its offsets into addresses in the peer's memory. A slot that is absent has none.
 __device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epoch, u32 phase, int peer, RecvWindow& window) {
+  if (is_absent(p, peer)) return true;
   const RecvWindow* mine = window_at(p.peers[p.rank], inbox, epoch, peer);
   if (!wait_epoch(p, &mine->flag, epoch, phase, peer)) return false;
   const u64 base = p.peers[peer];
@@ -62,7 +79,7 @@ __device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epo
 // of the call proceeds, so that the Buffer stays usable. `reports`: no kernel of this call has told the host yet.
 __device__ inline bool ranks_differ(const Params& p, const RecvWindow& window, u32 serial, bool reports = true) {
   const int lane = lane_idx();
-  const bool differs = lane < kNumRanks && (window.call_signature != p.call_signature || window.serial != serial);
+  const bool differs = lane < kNumRanks && !is_absent(p, lane) && (window.call_signature != p.call_signature || window.serial != serial);
   const u32 differing = __ballot_sync(~0u, differs);
   if (reports && blockIdx.x == 0 && lane == __ffs(differing) - 1)
     report_difference(p, lane, p.call_signature, window.call_signature, serial, window.serial);

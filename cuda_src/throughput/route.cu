@@ -46,8 +46,10 @@ __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
   u32 ranks = 0;
 #pragma unroll
   for (int k = 0; k < kNumTopk; ++k) {
+    const u32 rank = static_cast<u32>(experts[k]) / kNumLocalExperts;
     if (experts[k] >= 0) {
-      ranks |= 1u << (static_cast<u32>(experts[k]) / kNumLocalExperts);
+      if (is_absent(p, rank)) continue;
+      ranks |= 1u << rank;
       atomicAdd(choices + experts[k], 1);
     } else if (p.check && experts[k] == -2) {
       report_choice(p, token, k);
@@ -96,7 +98,7 @@ __device__ __forceinline__ bool sum_words(const Params& p, u32 epoch, u32 phase,
     sum = 0;
 #pragma unroll
     for (int i = 0; i < kMost; ++i) {
-      const u64 word = i < num ? ld_relaxed_sys(word_at(i)) : epoch;
+      const u64 word = i < num && !(from_peers && is_absent(p, i)) ? ld_relaxed_sys(word_at(i)) : epoch;
       all &= static_cast<u32>(word) == epoch;
       sum += static_cast<int>(word >> 32);
     }
@@ -105,6 +107,7 @@ __device__ __forceinline__ bool sum_words(const Params& p, u32 epoch, u32 phase,
   if (read()) return true;
   for (int i = 0; i < num; ++i) {
     u64 word;
+    if (from_peers && is_absent(p, i)) continue;
     if (!wait_word(p, word_at(i), epoch, phase, from_peers ? i : p.rank, word)) return false;
   }
   return read();
@@ -146,7 +149,7 @@ __device__ __forceinline__ RouteMessage* message_at(const Params& p, u32 epoch, 
 // Step 3: one warp for each receiver. The receiver reads the choices once it has the rows, so the rows come last.
 __device__ inline void send(const Params& p, u32 epoch, const Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
-  if (warp >= kNumRanks) return;
+  if (warp >= kNumRanks || is_absent(p, warp)) return;
   RouteMessage* message = message_at(p, epoch, warp, p.rank);
   for (int e = lane; e < kNumLocalExperts; e += 32)
     st_relaxed_sys(message->num_choices + e, tagged_word(shared.choices[warp * kNumLocalExperts + e], epoch));
@@ -183,7 +186,7 @@ __device__ __forceinline__ bool differs(const Params& p, const RecvWindow& windo
 // Called by one thread, after the windows of all ranks are here.
 __device__ inline void report_first_difference(const Params& p, u32 epoch) {
   int other = 0;
-  while (!differs(p, *window_at(p.peers[p.rank], kControlDispatchWindows, epoch, other))) ++other;
+  while (is_absent(p, other) || !differs(p, *window_at(p.peers[p.rank], kControlDispatchWindows, epoch, other))) ++other;
   const RecvWindow& window = *window_at(p.peers[p.rank], kControlDispatchWindows, epoch, other);
   report_difference(p, other, p.call_signature, window.call_signature, kNoSerial, window.serial);
 }
@@ -191,6 +194,10 @@ __device__ inline void report_first_difference(const Params& p, u32 epoch) {
 // Step 5, for one peer, called by a warp. If the calls of the ranks differ, a rank may send no message.
 __device__ inline void receive_rows(const Params& p, u32 epoch, int peer, Shared& shared) {
   const int lane = lane_idx();
+  if (is_absent(p, peer)) {
+    if (lane < kNumRanks) at<i32>(p.handle, kHandleNumRows)[peer * kNumRanks + lane] = 0;
+    return;
+  }
   RecvWindow window;
   bool ok = true, agrees = true;
   if (lane == 0) {
@@ -225,6 +232,7 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
     for (int s = 0; s < kNumRanks; ++s) sum += shared.differs ? 0 : at<i32>(p.handle, kHandleNumRows)[s * kNumRanks + p.rank];
     *at<i32>(p.handle, kHandleNumRecv) = sum;
     *at<u32>(p.handle, kHandleSerial) = shared.differs ? kNoSerial : epoch;
+    if constexpr (kHasSlots) *at<u32>(p.handle, kHandleGeneration) = at<const State>(p.state, 0)->generation;
     if (shared.differs) report_first_difference(p, epoch);
   }
 }

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from ..arrays.view import Framework, View
 from ..comm.call_signature import Signature, combine_kind, dispatch_kind, low_latency_combine_kind
+from ..comm.communicator import Communicator
+from ..comm.failure_notice import FailureNotice
 from ..config import Config
 from ..description import BufferDescription
 from ..results import (
@@ -118,6 +120,21 @@ class Backend(Protocol):
     def wake(self) -> None:
         """See `Buffer.wake`."""
 
+    def lose(self, rank: int, reason: str) -> None:
+        """Note that the process of a rank has ended. Waits for it end. Any thread may call this."""
+
+    def lost_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that this one knows to be lost, ascending."""
+
+    def leave_members(self) -> None:
+        """Give the memory back, without the other members. `change_members` takes it again."""
+
+    def change_members(self, comm: Communicator, notice: FailureNotice, generation: int, aborts: bool) -> None:
+        """Begin a generation with other members, over whom this is collective. See `Buffer.shrink`.
+
+        `notice` is theirs. `aborts`: whether calls may still wait for a rank that is lost.
+        """
+
     def trim(self) -> int:
         """See `Buffer.trim`."""
 
@@ -200,13 +217,15 @@ class Call:
     follows: int | None = None  # another stream, whose work the call waits for
 
 
-@dataclass(frozen=True)
+@dataclass
 class BufferInfo:
     """The Buffer of a call: its serial number in this process, its sizes and its device."""
 
     serial: int
     config: Config
     device: int
+    since: int = 0
+    """The value of `results.generations` since which its members are the same. Older handles are refused."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,17 @@ from typing import Any
 
 from .._finalizers import run_waiting, waiting
 from ..comm.failure_notice import CallProgress, FailureNotice
-from ..errors import EPAsleepError, EPDestroyedError, EPInputError, EPTimeoutError
+from ..errors import (
+    EPAsleepError,
+    EPDestroyedError,
+    EPEvictedError,
+    EPInputError,
+    EPOutOfMemoryError,
+    EPTimeoutError,
+    EPUnavailableError,
+)
+
+_BETWEEN = "a change of the members of this Buffer has failed; expected one that succeeds. Call shrink() again, or destroy()"
 
 
 class CallLock:
@@ -31,6 +41,7 @@ class CallLock:
         self._reason = ""  # why every later call is refused
         self.is_asleep = False
         """Whether the Buffer sleeps, which is the reason then."""
+        self._is_between = False  # a change of the members has failed, which is the reason then
         self._finish: Callable[[BaseException | None], None] | None = None  # for the running call to execute at its end
         self._interruption: EPDestroyedError | None = None
 
@@ -100,7 +111,7 @@ class CallLock:
 
     def check_exists(self) -> None:
         """Raise EPDestroyedError if the Buffer has ended."""
-        if not self.is_asleep:
+        if not self.is_asleep and not self._is_between:
             self.check()
 
     def refuse(self, reason: str) -> None:
@@ -128,6 +139,22 @@ class CallLock:
             except BaseException:
                 self.fall_asleep()
                 raise
+
+    @contextmanager
+    def changing_members(self) -> Iterator[None]:
+        """Hold the lock while the members of a Buffer change. After an exception in the block, only another change is allowed."""
+        with self._lock:
+            self.check_exists()
+            if self.is_asleep:
+                self.check()
+            self._reason = self._reason if not self._is_between else ""
+            self._is_between = False
+            with self:
+                try:
+                    yield
+                except (EPEvictedError, EPTimeoutError, EPUnavailableError, EPOutOfMemoryError):
+                    self._reason, self._is_between = _BETWEEN, True
+                    raise
 
     def drain(self, finish: Callable[[BaseException | None], None]) -> None:
         """Run `finish` as soon as no call runs. Call `refuse` first.

@@ -23,6 +23,7 @@ class HookState:
     """Whether a hook has run. Handles keep this state and not the hook: a caller that dropped the hook cannot call it any more."""
 
     is_done: bool = False
+    is_outdated: bool = False  # other members have begun a generation since the call
 
 
 class Hook:
@@ -94,6 +95,10 @@ class HookQueue:
     def run(self, hook: Hook) -> None:
         """Run a hook of this queue; raise EPInputError if it has run, or if an earlier one is open."""
         with self._call_lock:
+            if hook.state.is_outdated:
+                raise EPInputError(
+                    f"this hook of {self.name} is of an older generation; expected one since shrink() or admit(). Call again without it"
+                )
             if hook.state.is_done:
                 raise EPInputError(f"this hook of {self.name} was called already; expected one call. Call each hook once")
             self.run_lost_hooks()
@@ -106,6 +111,12 @@ class HookQueue:
                     f"its capture has ended"
                 )
             self._open.popleft().run()  # removed first, so that the hook keeps no memory alive
+
+    def drop_all(self) -> None:
+        """Forget the open calls: the members have changed, and their rows do not come."""
+        for call in self._open:
+            call.state.is_outdated = call.state.is_done = True
+        self._open.clear()
 
     def is_open(self, state: HookState | None) -> bool:
         """Return whether the call with this state waits for its hook, and its hook can still run."""
@@ -133,6 +144,11 @@ class Hooks:
     def __init__(self, limit: int, call_lock: AbstractContextManager[Any]) -> None:
         self.dispatch = HookQueue(limit, "low_latency_dispatch", call_lock)
         self.combine = HookQueue(limit, "low_latency_combine", call_lock)
+
+    def drop_all(self) -> None:
+        """Forget the open calls of both kinds."""
+        for queue in (self.dispatch, self.combine):
+            queue.drop_all()
 
     def check_none_open(self, action: str) -> None:
         """Raise EPInputError if a call of either kind waits for its hook."""

@@ -334,6 +334,22 @@ def check_handle(info: BufferInfo, handle: Any) -> None:
         raise argument_error(handle, "handle", "the .handle of a DispatchResult", "Pass that.")
     if handle.buffer_serial != info.serial:
         raise EPInputError("handle is of another Buffer; expected one of this Buffer's dispatch. Call that Buffer")
+    check_generation(info, handle)
+
+
+def check_generation(info: BufferInfo, handle: DispatchHandle | LowLatencyHandle) -> None:
+    """Raise EPInputError if a handle is older than the generation of a Buffer with slots."""
+    if handle.born < info.since:
+        raise old_routing()
+
+
+def old_routing(then: int | None = None, now: int | None = None) -> EPInputError:
+    """Make the error about a routing of an older generation."""
+    which = "an older generation" if then is None else f"generation {then}, and the Buffer is in generation {now}"
+    return EPInputError(
+        f"handle is of {which}; expected one of a dispatch since shrink() or admit(). Its rows may belong to ranks that are gone. "
+        f"Dispatch again"
+    )
 
 
 def low_latency_dispatch_inputs(
@@ -519,3 +535,4 @@ def check_low_latency_handle(info: BufferInfo, handle: Any) -> None:
         raise argument_error(handle, "handle", "the .handle of a LowLatencyDispatchResult", "Pass that.")
     if handle.buffer_serial != info.serial:
         raise EPInputError("handle is of another Buffer; expected one of this Buffer's low_latency_dispatch. Call that Buffer")
+    check_generation(info, handle)

@@ -48,6 +48,10 @@ class Communicator(Protocol):
     heard: Callable[[], EPPeerError | None] | None
     """Waits of collectives call it often, and raise what it returns. A duplicate has the same, but for one for the process."""
 
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The number of each rank in its Buffer, for messages and notices. It differs from the rank in a Buffer with slots."""
+
     def Get_rank(self) -> int: ...
     def Get_size(self) -> int: ...
 

@@ -87,7 +87,8 @@ class Consensus:
             return False
         requests += [self._comm.Irecv(reports[i : i + 1], peer, tag) for i, peer in enumerate(peers)]
         start = time.monotonic()
-        heard = functools.partial(self._heard_of_silent_rank, dict(zip(peers, requests[len(peers) :], strict=True)))
+        numbers = [self._comm.numbers[peer] for peer in peers]
+        heard = functools.partial(self._heard_of_silent_rank, dict(zip(numbers, requests[len(peers) :], strict=True)))
         while not wait_all(requests, min(_REMINDER_S, start + timeout_s - time.monotonic()), heard):
             waited_s = time.monotonic() - start
             self.silent_ranks = sorted({peer for peer, request in zip(2 * peers, requests, strict=True) if not request.Test()})
@@ -95,7 +96,8 @@ class Consensus:
                 self._comm.retain(requests, report, reports)
                 return False
             warnings.warn(  # not the log, which shows nothing by default: this may be why the program hangs
-                f"rank {self._comm.Get_rank()} has waited {waited_s:.0f} of {timeout_s:g} s for {format_ranks(self.silent_ranks)} "
+                f"rank {self._comm.numbers[self._comm.Get_rank()]} has waited {waited_s:.0f} of {timeout_s:g} s for "
+                f"{format_ranks([self._comm.numbers[rank] for rank in self.silent_ranks])} "
                 f"to {action}. Check that these ranks are alive and reached this call",
                 stacklevel=2,
             )
@@ -156,7 +158,7 @@ def agreed(comm: Communicator, step: Callable[[], _T], ranks: Sequence[int] | No
     for rank, failure in enumerate(told):
         if failure is not None:
             is_memory, text = failure
-            named = f"rank {ranks[rank] if ranks else rank}: {text}"
+            named = f"rank {(ranks or comm.numbers)[rank]}: {text}"
             raise (EPOutOfMemoryError if is_memory else EPUnavailableError)(named) from error
     return cast("_T", result)
 

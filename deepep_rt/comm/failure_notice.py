@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import EPPeerError, EPTimeoutError, EPUnavailableError
+from ..errors import EPPeerError, EPPeerLostError, EPTimeoutError, EPUnavailableError
 from . import process_end
 from .communicator import Communicator
 from .process_end import END, EXCEPTION, SIGNAL, describe
@@ -22,7 +22,9 @@ from .process_end import END, EXCEPTION, SIGNAL, describe
 FAILURE_NOTICE_TAG = 3
 _GRACE_S = 0.2  # data that a rank sent before its notice may arrive after it
 _END_GRACE_S = 1.0  # if its program ended as it should, this rank's GPU may still work on calls that both have made
-_LEAVES = EXCEPTION, SIGNAL, END
+_LOST = "lost"
+_LEAVES = EXCEPTION, SIGNAL, END, _LOST
+_WITHOUT_IT = "In a Buffer with slots, shrink() goes on without it; otherwise make a new Buffer without it"
 _REFUSED, _ELSEWHERE, _REPEATED = "refused", "elsewhere", "repeated"
 
 
@@ -54,8 +56,10 @@ class FailureNotice:
     def __init__(self, comm: Communicator, progress: CallProgress | None = None) -> None:
         self._comm, self._progress = comm, progress or CallProgress()
         self._peers = [peer for peer in range(comm.Get_size()) if peer != comm.Get_rank()]
-        self._left: dict[int, _Notice] = {}  # by rank, in the order of arrival
+        self._numbers, self._rank = comm.numbers, comm.numbers[comm.Get_rank()]
+        self._left: dict[int, _Notice] = {}  # by the number of the rank, in the order of arrival
         self._aside: dict[int, _Notice] = {}  # the last refusal of each rank, or what it does instead
+        self._telling: set[int] = set()
         self._poll_at = 0.0
         self._lock, self._has_left = threading.RLock(), False
         self._refused = "", ""  # the call that this rank has refused and not made since, and why
@@ -103,7 +107,8 @@ class FailureNotice:
         with suppress(RuntimeError):  # without the store, no rank reads it
             if not all(request.Test() for request in self._requests):
                 self._receive(time.monotonic())
-                return all(peer in self._left or r.Test() for peer, r in zip(self._peers, self._requests, strict=True))
+                requests = zip(self._peers, self._requests, strict=True)
+                return all(self._numbers[peer] in self._left or request.Test() for peer, request in requests)
         return True
 
     def refuse(self, error: BaseException, call: str = "") -> None:
@@ -177,7 +182,7 @@ class FailureNotice:
         return [
             rank
             for notices in (self._left, self._aside)
-            for rank, notice in notices.items()
+            for rank, notice in list(notices.items())  # another thread may add one
             if now > notice.arrived_at + (_END_GRACE_S if notice.kind == END else _GRACE_S) and self._is_missed(notice)
         ]
 
@@ -198,10 +203,39 @@ class FailureNotice:
             for peer in self._peers:
                 while self._comm.iprobe(peer, FAILURE_NOTICE_TAG):
                     kind, num_made, doing, text = self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
-                    heard = self._left if kind in _LEAVES else self._aside
-                    heard[peer] = _Notice(kind, num_made, doing, text, now)
+                    if kind == _LOST:
+                        self._telling.add(self._numbers[peer])
+                        for rank in map(int, text.split(",")):
+                            if rank != self._rank:
+                                self.lose(rank, f"rank {self._numbers[peer]} goes on without it")
+                        continue
+                    number, heard = self._numbers[peer], self._left if kind in _LEAVES else self._aside
+                    heard[number] = _Notice(kind, num_made, doing, text, now)
                     if kind == _REPEATED:
-                        del heard[peer]
+                        del heard[number]
+
+    def lose(self, number: int, text: str) -> None:
+        """Note that the process of a rank has ended, or is given up. Any thread may call this. `text` is for errors."""
+        with self._lock:
+            if number not in self._left:
+                self._left[number] = _Notice(_LOST, 0, "", text, time.monotonic())
+
+    def give_up(self, ranks: Sequence[int]) -> None:
+        """Tell the peers that this rank goes on without some ranks, so that they do not wait for its part of calls with them."""
+        self._send(_LOST, ",".join(map(str, ranks)))
+
+    def lost_with(self, error: BaseException | None) -> tuple[int, ...]:
+        """Return the ranks that are lost, ascending. One is the peer of a time-out, unless it has told whom it goes on without."""
+        self.drain()
+        peer = error.peer if isinstance(error, EPTimeoutError) else -1
+        is_silent = peer >= 0 and peer != self._rank and peer not in self._telling
+        return tuple(sorted({*self.lost, *([peer] if is_silent else [])}))
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks whose processes have ended, ascending."""
+        with self._lock:
+            return tuple(sorted(number for number, notice in self._left.items() if notice.kind == _LOST))
 
     def first_to_leave(self) -> int | None:
         """Return the rank whose notice arrived first, also if its last data may still arrive."""
@@ -215,6 +249,8 @@ class FailureNotice:
     def _sentence(self, peer: int) -> str:
         """Return what a peer has said, as the end of an error about it. Empty: nothing that explains its silence."""
         if (left := self._left.get(peer)) is not None:
+            if left.kind == _LOST:
+                return f"Rank {peer} is lost: {left.text}. {_WITHOUT_IT}"
             return f"Rank {peer} has left the Buffer: {left.text}"
         aside = self._aside.get(peer)
         if aside is None or (aside.kind == _ELSEWHERE and not self._is_missed(aside)):
@@ -228,8 +264,10 @@ class FailureNotice:
         self.drain()
         if not (sentence := self._sentence(timeout.peer)):
             return timeout
-        made = EPPeerError(
+        kind, more = self._kind(timeout.peer)
+        made = kind(
             f"{timeout}. {sentence}",
+            **more,
             reason=(self._left.get(timeout.peer) or self._aside[timeout.peer]).text,
             rank=timeout.rank,
             peer=timeout.peer,
@@ -238,20 +276,27 @@ class FailureNotice:
         made.expected, made.seen, made.call_idx, made.node = timeout.expected, timeout.seen, timeout.call_idx, timeout.node
         return made
 
+    def _kind(self, peer: int) -> tuple[type[EPPeerError], dict[str, Any]]:
+        """Return the class of errors about a rank, and its own arguments."""
+        return (EPPeerLostError, {"ranks": self.lost}) if peer in self.lost else (EPPeerError, {})
+
     def error(self, peer: int, phase: str, call_idx: int = 0, node: int | None = None) -> EPPeerError:
         """Make the error of a wait for a rank that takes no part. If that rank has not left, this one leaves."""
         notice = self._left.get(peer) or self._aside[peer]
-        rank, where = self._comm.Get_rank(), "" if node is None else f" on node {node}"
+        rank, where = self._rank, "" if node is None else f" on node {node}"
         who, waited = f"rank {peer}{where}", f"rank {rank} waited for it ({phase})"
         if notice.kind == EXCEPTION:
             text = f"{who} left the Buffer after an exception, and {waited}. Fix the exception of rank {peer}: {notice.text}"
+        elif notice.kind == _LOST:
+            text = f"{who} is lost, and {waited}: {notice.text}. {_WITHOUT_IT}"
         elif notice.kind == SIGNAL:
             text = f"{who} left the Buffer, and {waited}: {notice.text}. Find out what sent the signal"
         elif notice.kind == END:
             text = f"{who} left the Buffer, and {waited}: {notice.text}. Let all ranks make the same calls, in `with Buffer(...)`"
         else:
             text = f"{who} does not make this call ({self._progress.name}), and {waited}: {notice.text}. Make the same calls on all ranks"
-        made = EPPeerError(text, reason=notice.text, rank=rank, peer=peer, phase=phase, call_idx=call_idx, node=node)
+        kind, more = self._kind(peer)
+        made = kind(text, **more, reason=notice.text, rank=rank, peer=peer, phase=phase, call_idx=call_idx, node=node)
         if notice.kind == _ELSEWHERE:
             self.leave(EXCEPTION, describe(made))
         return made

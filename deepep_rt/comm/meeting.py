@@ -91,7 +91,7 @@ class Meeting:
             if is_missed:
                 if channel is None:  # the next attempt is another one
                     del self._left[peer]
-                rank = self._comm.Get_rank()
+                rank, peer = self._comm.numbers[self._comm.Get_rank()], self._comm.numbers[peer]
                 text = f"rank {peer} left {phase}, and rank {rank} waited for it: {left.reason}. Fix that on rank {peer}"
                 return EPPeerError(text, reason=left.reason, rank=rank, peer=peer, phase=phase)
         return None

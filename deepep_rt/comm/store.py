@@ -123,14 +123,18 @@ class StoreCommunicator(TimedCollectives):
             `has_extended_api` says, a collective takes one request instead of one for each rank.
         name: Prefix of all keys. It is the same on all ranks, and no other communicator has it.
         owner: An object that must live as long as this one, such as the owner of the store.
+        numbers: The numbers of the ranks in a Buffer with slots. Default: they are the ranks.
     """
 
     transport_name = "a store"
     outlives_owner = False
     relay_objection = "a communicator over the store of torch.distributed, which carries no rows"
 
-    def __init__(self, store: Any, name: str, rank: int, size: int, owner: Any = None) -> None:
+    def __init__(
+        self, store: Any, name: str, rank: int, size: int, owner: Any = None, numbers: Sequence[int] | None = None
+    ) -> None:
         self._store, self._name, self.rank, self.size, self._owner = store, name, rank, size, owner
+        self.numbers = range(size) if numbers is None else tuple(numbers)
         self._num_duplicates = self._num_collectives = 0
         # Collectives whose keys of this rank may not be read yet: (number of the collective, key).
         self._unread: list[tuple[int, str]] = []
@@ -154,7 +158,7 @@ class StoreCommunicator(TimedCollectives):
 
     def _duplicate(self, owner: Any) -> StoreCommunicator:
         self._num_duplicates += 1
-        made = StoreCommunicator(self._store, f"{self._name}.{self._num_duplicates}", self.rank, self.size, owner)
+        made = StoreCommunicator(self._store, f"{self._name}.{self._num_duplicates}", self.rank, self.size, owner, self.numbers)
         made._unread_of_origin, made.timeout_s, made.heard = self._unread, self.timeout_s, self.heard
         return made
 
@@ -162,14 +166,16 @@ class StoreCommunicator(TimedCollectives):
         """Make a communicator of these ranks, in this order. All ranks call this; each passes the ranks of its own group."""
         self._num_duplicates += 1
         name = f"{self._name}.{self._num_duplicates}.{ranks[0]}"
-        made = StoreCommunicator(self._store, name, ranks.index(self.rank), len(ranks), self._owner)
+        numbers = [self.numbers[rank] for rank in ranks]
+        made = StoreCommunicator(self._store, name, ranks.index(self.rank), len(ranks), self._owner, numbers)
         made.timeout_s, made.heard = self.timeout_s, self.heard
         return made
 
     def begin_private_comm(self) -> tuple[StoreCommunicator, Request]:
         """Return the duplicate that belongs to this communicator, and a complete request."""
         if self._private_comm is None:  # its name must not depend on the number of duplicates
-            self._private_comm = StoreCommunicator(self._store, f"{self._name}.0", self.rank, self.size, self._owner)
+            name = f"{self._name}.0"
+            self._private_comm = StoreCommunicator(self._store, name, self.rank, self.size, self._owner, self.numbers)
         return self._private_comm, Request(lambda: (True, None))
 
     def free_channel(self, least: int) -> int:
@@ -179,7 +185,8 @@ class StoreCommunicator(TimedCollectives):
 
     def open_channel(self, number: int) -> StoreCommunicator:
         """Make the communicator of a channel. All ranks have agreed on its number."""
-        made = StoreCommunicator(self._store, f"{self._name}/{number}", self.rank, self.size, self._owner)
+        name = f"{self._name}/{number}"
+        made = StoreCommunicator(self._store, name, self.rank, self.size, self._owner, self.numbers)
         # Its first collective shows that all ranks have left the earlier channels, and deletes their keys.
         self._unread_of_channels[:] = [(0, key) for _, key in self._unread_of_channels]
         made._unread = self._unread_of_channels

@@ -61,6 +61,7 @@ class TimedCollectives:
 
     # Each communicator has these methods.
     Get_rank: Callable[[], int]
+    Get_size: Callable[[], int]
     allgather: Callable[[Any], list[Any]]
     begin_private_comm: Callable[[], tuple[Any, CollectiveRequest]]
 
@@ -71,6 +72,11 @@ class TimedCollectives:
         """
         hosts = self.allgather(host_identity())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.Get_rank()]]
+
+    @functools.cached_property
+    def numbers(self) -> Sequence[int]:
+        """The number of each rank in its Buffer, for messages and notices. It differs from the rank in a Buffer with slots."""
+        return range(self.Get_size())
 
     def can_send(self) -> bool:
         """Return whether this thread may send messages now."""
@@ -136,11 +142,12 @@ class TimedCollectives:
 
     def timeout_error(self, missing: Sequence[int], phase: str, hint: str, timeout_s: float) -> EPTimeoutError:
         """Make the error about ranks that did not arrive."""
+        missing, mine = [self.numbers[rank] for rank in missing], self.numbers[self.Get_rank()]
         peers = f"{format_ranks(missing)}, which did not arrive" if missing else "all ranks. One arrived, but gave up or ended"
         return EPTimeoutError(
-            f"timeout_s={timeout_s:g}; expected {hint}. Rank {self.Get_rank()} waited in {phase} for {peers}. "
+            f"timeout_s={timeout_s:g}; expected {hint}. Rank {mine} waited in {phase} for {peers}. "
             f"Check whether a rank ended or raised an exception. If it is only slow, raise timeout_s (DEEPEP_RT_TIMEOUT_S).",
-            rank=self.Get_rank(),
+            rank=mine,
             peer=missing[0] if missing else -1,
             phase=phase,
         )

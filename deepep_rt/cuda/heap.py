@@ -65,8 +65,10 @@ class HeapMemory:
         self._device, self._num_bytes = driver.current_device(), request.num_bytes
         self._unit = virtual_memory.granularity(self._device)
         self._context = driver.CurrentContext()
-        self._range, self._mappings = ExitStack(), ExitStack()
-        self._addresses: list[int] = []
+        self._range, self._mappings, self._is_mapped = ExitStack(), ExitStack(), False
+        self._num_slots = request.num_slots
+        self._addresses: list[int] = []  # of the ranks of this host, or of all slots
+        self._places: Sequence[int] = []  # the index in them, by rank of the host's group
         self._size = self._stride = 0  # of what is mapped at first, and of a slot
         self._segments: dict[int, int] = {}  # those of this rank: offset and bytes
         self._mapped: dict[int, int] = {}  # segments of all ranks: address and bytes
@@ -77,10 +79,12 @@ class HeapMemory:
         except BaseException:
             self.free()
             raise
-        address_of = dict(zip(here, self._addresses, strict=True))
+        address_of = dict(zip(here, [self._addresses[place] for place in self._places], strict=True))
         self.ptr = self.network_base = address_of[comm.Get_rank()]
-        self.peers: Sequence[int] = [address_of.get(peer, 0) for peer in range(comm.Get_size())]
-        self.network_ids: Sequence[int] = range(comm.Get_size())
+        self.peers: Sequence[int] = self._addresses
+        if self._num_slots is None:
+            self.peers = [address_of.get(peer, 0) for peer in range(comm.Get_size())]
+        self.network_ids: Sequence[int] = range(len(self.peers))
 
     def _attach(self, comm: Communicator, timeout_s: float) -> list[int]:
         """Map fresh memory of all ranks of this host, at the addresses of before if there were some. Return these ranks. Collective."""
@@ -101,7 +105,10 @@ class HeapMemory:
         """Create, exchange and map the memory of the ranks of a group, which are the ranks `here` of the Buffer."""
         from . import virtual_memory
 
+        self._places = range(len(here)) if self._num_slots is None else group.numbers
         ways = sharing.ways_of(group, _env.memory_way(), self.way)
+        if self._num_slots is not None:
+            ways = [way for way in ways if way != sharing.IPC]  # its addresses are the driver's
         room = virtual_memory.device_bytes(self._device)
         unit, room = map(max, zip(*group.allgather((self._unit, room)), strict=True))
         self._unit = unit
@@ -117,18 +124,20 @@ class HeapMemory:
 
             def attach() -> None:
                 if not self._addresses:
-                    self._reserve(len(here))
+                    self._reserve(self._num_slots or len(here))
                 for peer, memory in enumerate(shared.memories):
+                    address = self._addresses[self._places[peer]]
                     try:
-                        virtual_memory.map_at(self._addresses[peer], size, memory, self._device)
+                        virtual_memory.map_at(address, size, memory, self._device)
                     except EPUnavailableError as error:
                         raise EPUnavailableError(
                             f"no direct path from the GPU of rank {here[group.Get_rank()]} to that of rank {here[peer]} ({error}); "
                             f"expected peer access (NVLink or PCIe) between all GPUs of a host"
                         ) from error
-                    self._mappings.callback(virtual_memory.unmap, self._addresses[peer], size)
+                    self._mappings.callback(virtual_memory.unmap, address, size)
 
             agreed(group, attach, here)
+        self._is_mapped = True
         if self._mailbox is None and shared.way in descriptors.WAYS:
             self._mailbox = Mailbox(group, self._map_or_unmap, shared.way, timeout_s)
 
@@ -148,7 +157,7 @@ class HeapMemory:
         """Use memory at addresses that the driver chose. A rank may free its own after all peers have closed it."""
         self._mappings.push(shared.imported)
         self._range.push(shared.own)
-        self._addresses = shared.memories
+        self._addresses, self._places = shared.memories, range(len(shared.memories))
         self.is_local = False
         self.consensus = Consensus(group)
 
@@ -156,6 +165,11 @@ class HeapMemory:
     def heap(self) -> HeapMemory | None:
         """This memory, unless the driver chose its addresses."""
         return self if self.is_local else None
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it has memory: it does not sleep."""
+        return self._is_mapped
 
     @property
     def can_grow(self) -> bool:
@@ -223,7 +237,7 @@ class HeapMemory:
         step, offset, size = numbers
         if not (self._size <= offset <= offset + size <= self._stride) or offset % self._unit or size % self._unit:
             raise EPUnavailableError(f"a segment of {size} bytes at {offset} is not in a slot")
-        address = self._addresses[peer] + offset
+        address = self._addresses[self._places[peer]] + offset
         with self._context, driver.relaxed_capture_mode():
             if step == _UNMAP:
                 self._unmap_segment(address)
@@ -249,6 +263,7 @@ class HeapMemory:
                 virtual_memory.unmap(address, size)
 
     def _unmap_all(self) -> None:
+        self._is_mapped = False
         for address in list(self._mapped):
             self._unmap_segment(address)
         self._mappings.close()
@@ -270,6 +285,17 @@ class HeapMemory:
         except BaseException:
             self._unmap_all()
             raise
+
+    def replace(self, comm: Communicator, timeout_s: float) -> None:
+        """Take fresh memory at the same addresses, with other members. Collective over them. After an error the memory sleeps.
+
+        No work of this GPU may use it. A process that is no member any more still has the memory of before, and no way to this one.
+        """
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None
+        self.sleep()
+        self.wake(comm, timeout_s)
 
     def all_free(self, is_ok: bool, timeout_s: float) -> bool:
         """Return whether this rank may free its region: `is_ok`, because it does so alone, except with the way "ipc"."""

@@ -30,7 +30,7 @@ class LocalHeap:
         self._unit = virtual_memory.granularity(self._device)
         self._chunks: list[_Chunk] = []
         self._next = self._end = 0  # the free part of a chunk
-        self._ranges, self._mappings = ExitStack(), ExitStack()
+        self._ranges, self._mappings, self._is_mapped = ExitStack(), ExitStack(), True
 
     def allocate(self, num_bytes: int) -> int:
         """Allocate memory. In the capture of a graph this works too, and the memory is not part of the graph.
@@ -66,13 +66,20 @@ class LocalHeap:
             virtual_memory.release(memory)  # the mapping keeps it
         self._mappings.callback(virtual_memory.unmap, chunk.address, chunk.num_bytes)
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it has memory: it does not sleep."""
+        return self._is_mapped
+
     def sleep(self) -> None:
         """Give the memory back to the GPU. The addresses stay. No work of the GPU may use them until `wake`."""
         self._mappings.close()
+        self._is_mapped = False
 
     def wake(self) -> None:
         """Map fresh memory. Raise EPOutOfMemoryError if the GPU has too little; the heap still sleeps then."""
         try:
+            self._is_mapped = True
             for chunk in self._chunks:
                 self._map(chunk)
         except BaseException:

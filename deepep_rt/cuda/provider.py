@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..comm.communicator import Communicator
 from ..config import Config
-from ..errors import EPError, EPOutOfMemoryError, EPUnavailableError
+from ..errors import EPConfigError, EPError, EPOutOfMemoryError, EPUnavailableError
 from . import nvshmem
 from .relay_memory import RelayAllocator
 from .transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
@@ -30,6 +30,14 @@ def allocator_of(config: Config, setting: str) -> SymmetricAllocator:
 
     What crosses a network of NVSHMEM has to be in NVSHMEM's memory.
     """
+    if config.has_slots:  # the memory of NVSHMEM belongs to all processes that started it
+        from . import heap
+
+        if setting == "nvshmem":
+            raise EPConfigError(
+                "DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem; expected CUDA's virtual memory for a Buffer with slots (max_ranks). Unset it."
+            )
+        return heap
     with_nvshmem: SymmetricAllocator = RelayAllocator(config.node_size) if config.has_relay else nvshmem
     if setting == "nvshmem":
         return with_nvshmem

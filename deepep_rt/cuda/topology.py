@@ -22,6 +22,8 @@ def placed(comm: Communicator, config: Config) -> Config:
     Raise EPConfigError on every rank, if the placement of ranks does not fit.
     """
     host = ranks_per_host(comm)
+    if config.has_slots:
+        return _placed_slots(comm, config, host)
     if config.ranks_per_node is None and host < config.num_ranks:
         config = dataclasses.replace(config, ranks_per_node=host)
     if host % config.node_size:
@@ -35,12 +37,23 @@ def placed(comm: Communicator, config: Config) -> Config:
     return config
 
 
+def _placed_slots(comm: Communicator, config: Config, host: int) -> Config:
+    if host < comm.Get_size() or config.node_size < config.num_ranks:
+        raise EPConfigError(
+            f"max_ranks={config.num_ranks} with {comm.Get_size()} ranks, {host} on a host, and ranks_per_node={config.node_size}; expected "
+            f"a Buffer with slots on one host. No transport between nodes lets ranks come and go: NVSHMEM and MPI have fixed worlds."
+        )
+    if config.num_ranks > MAX_RANKS_PER_NODE:
+        raise EPConfigError(f"max_ranks={config.num_ranks}; expected 1 to {MAX_RANKS_PER_NODE}, the ranks that NVLink connects.")
+    return config
+
+
 def placed_on_hosts(comm: Communicator, config: Config) -> Config:
     """Return a Config whose nodes are the hosts, as `placed` does, for a backend that needs no NVLink. Collective.
 
     It serves any placement: if the hosts hold different numbers of ranks, or ranks in another order, all ranks are one node.
     """
-    if config.ranks_per_node is not None:
+    if config.ranks_per_node is not None or config.has_slots:
         return config
     try:
         host = ranks_per_host(comm)
@@ -79,7 +92,7 @@ def choose_device(comm: Communicator, consensus: Consensus, allocator: Symmetric
 
     rank, here = comm.Get_rank(), comm.ranks_on_host()
     with consensus.step():
-        device = driver.use_device(here.index(rank))
+        device = driver.use_device(here.index(rank) if comm.numbers[rank] == rank else comm.numbers[rank])
         uuid = driver.device_uuid(device)
     found = comm.allgather((uuid, _env.share_gpus()))
     uuids = [uuid for uuid, _ in found]

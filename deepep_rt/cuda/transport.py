@@ -107,6 +107,7 @@ class MemoryRequest:
         network: Options for the network, for the first Buffer of a process.
         near_bytes: The first part of the region, which ranks of a node address; default: all of it.
         network_start: The offset from which on a network carries the region; None: nowhere. Both parts have some bytes in common.
+        num_slots: With slots, their number. A region has addresses for each; the numbers of `comm` are the slots that have a process.
     """
 
     num_bytes: int
@@ -115,10 +116,15 @@ class MemoryRequest:
     network: NetworkOptions | None = None
     near_bytes: int | None = None
     network_start: int | None = None
+    num_slots: int | None = None
 
 
 class VirtualMemory(Protocol):
     """The part of a region that can sleep, wake, grow and shrink at its addresses; see `heap.HeapMemory`."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it has memory: it does not sleep."""
 
     @property
     def can_grow(self) -> bool:
@@ -135,6 +141,9 @@ class VirtualMemory(Protocol):
 
     def wake(self, comm: Communicator, timeout_s: float) -> None:
         """Take fresh memory at the same addresses. Collective."""
+
+    def replace(self, comm: Communicator, timeout_s: float) -> None:
+        """Take fresh memory at the same addresses, with other members. Collective over them. What others still write to stays theirs."""
 
     def free(self) -> None:
         """Free it for good, without the other ranks. A second call does nothing."""

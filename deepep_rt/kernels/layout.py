@@ -214,6 +214,7 @@ class Layout:
                 ("num_rows", ranks * ranks * 4),  # [source][destination] int32
                 ("num_recv", 4),
                 ("serial", 4),  # of the routing: the same on all ranks
+                ("generation", 4 if self.config.has_slots else 0),  # in which the routing was made
                 ("num_recv_per_expert", self.config.num_local_experts * 4),
                 ("send_pos", tokens * ranks * 4),  # [token][rank] int32: the token's index among the rows for that rank, or -1
                 ("send_list", ranks * tokens * 4),  # [rank][position] int32: the token

@@ -125,6 +125,9 @@ State = CStruct(
     u32 nodes_emptied;
     u32 nodes_reduced;
     u32 nodes_differs;     // 1: the ranks made different calls, as the last launch of these kernels saw that did not skip its work
+    u32 absent;            // with slots: a bit for each slot that has no process in this generation
+    u32 lost;              // a bit for each one whose process has ended since; the host sets it
+    u32 generation;        // its number
     """,
 )
 
@@ -197,6 +200,7 @@ Report = CStruct(
     u64 no_room;       // rows exceed num_worst_tokens: rows that arrived, rows that fit (32 bits each)
     u64 full_expert;   // rows of a low-latency dispatch exceed an expert's room: the expert + 1, the rows (32 bits each)
     u64 too_many;      // rows exceed the memory of a rank: the rank + 1, the rows (32 bits each)
+    u64 old_routing;   // a call got the routing of another generation: that + 1, the generation of the call (32 bits each)
     """,
 )
 

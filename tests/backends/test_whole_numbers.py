@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from deepep_rt import Buffer, EPConfigError, EPError, EPInputError, EPUnavailableError, NetworkOptions
+from deepep_rt.comm.store_server import StoreServer
 from deepep_rt.config import Config
 
 torch = pytest.importorskip("torch")
@@ -53,6 +54,9 @@ def world() -> Iterator[dict[str, Any]]:
     """A Buffer of each kind, of one rank, and the results of its calls."""
     with ExitStack() as held:
         plain = held.enter_context(Buffer(MPI.COMM_SELF, backend="host", **SIZES))
+        server = StoreServer()
+        server.serve_in_thread()
+        held.callback(server.close)
         low = held.enter_context(Buffer(MPI.COMM_SELF, backend="host", low_latency=True, **SIZES))
         v1 = deep_ep.Buffer(MPI.COMM_SELF, num_nvl_bytes=1 << 20, low_latency_mode=True, enable_shrink=True)
         held.callback(v1.destroy)
@@ -64,7 +68,7 @@ def world() -> Iterator[dict[str, Any]]:
         received, _, _, handle, _ = v2.dispatch(rows, idx, num_experts=EXPERTS)
         packed = torch.zeros(TOKENS, HIDDEN // 2, dtype=torch.uint8), torch.zeros(TOKENS, HIDDEN // 16, dtype=torch.uint8)
         sent = dict(received=received, handle=handle, packed=packed)
-        yield dict(plain=plain, low=low, v1=v1, v2=v2, rows=rows, idx=idx, layout=layout, **sent)
+        yield dict(store=server.address, plain=plain, low=low, v1=v1, v2=v2, rows=rows, idx=idx, layout=layout, **sent)
 
 
 _V2 = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=TOPK)
@@ -174,6 +178,13 @@ CASES: dict[str, Case] = {
     },
     **{f"Buffer.size_hint.{name}": (good, _hint(name)) for name, good in {"num_ranks": 4, **SIZES}.items()},
     **{f"Buffer.size_hint.{name}": (2, _hint(name)) for name in ("num_slots", "ranks_per_node", "num_max_recv_tokens")},
+    "Buffer.max_ranks": (
+        2,
+        lambda w, v: Buffer(MPI.COMM_SELF, backend="host", max_ranks=v, rendezvous=w["store"], **SIZES).destroy(),
+    ),
+    "Buffer.shrink.lost": (0, lambda w, v: w["plain"].shrink([v])),
+    "Buffer.join.max_ranks": (2, lambda w, v: Buffer.join(0, max_ranks=v, **SIZES)),
+    "Buffer.join.slot": (1, lambda w, v: v is None or Buffer.join(0, max_ranks=2, slot=v, **SIZES)),
     "Buffer.num_sms (set)": (16, _set_num_sms),
     "Buffer.autotune.num_tokens": (4, _tune),
     "Buffer.dispatch.num_worst_tokens": (8, lambda w, v: _send(buffer=w["plain"], num_worst_tokens=v)),
@@ -291,6 +302,8 @@ CASES: dict[str, Case] = {
 ALWAYS_RAISE = {"compat.Buffer.get_local_buffer_tensor.offset"}
 MAY_BE_NONE = (
     "Buffer.num_sms",
+    "Buffer.max_ranks",
+    "join.slot",
     "autotune.num_tokens",
     "num_worst_tokens",
     "num_max_tokens",

@@ -41,6 +41,10 @@ class FakeRanks:
     def dup_for_process(self):
         return self
 
+    @property
+    def numbers(self):
+        return range(self.size)
+
     outlives_owner = True
     relay_objection = ""
     heard = None

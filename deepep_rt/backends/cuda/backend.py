@@ -15,6 +15,7 @@ from ..._finalizers import may_call_cuda, run_waiting
 from ...arrays.view import HOST, View
 from ...comm.communicator import Communicator
 from ...comm.consensus import Consensus, agreed, begin_step
+from ...comm.failure_notice import FailureNotice
 from ...config import MAX_NODES, Config
 from ...cuda import driver
 from ...cuda.local_heap import LocalHeap, SavedMemory
@@ -25,9 +26,10 @@ from ...cuda.transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
 from ...description import LinkRates
 from ...errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import compiler
+from ...kernels import structs
 from ...kernels.layout import Layout
 from ...network import Choice, NetworkOptions
-from ...results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult
+from ...results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult, generations
 from ...statistics import Counters
 from ...tuned import Tuning, TuningResult
 from .. import saved_tunings
@@ -121,6 +123,7 @@ class CudaBackend:
         self._memory = self._allocate(allocator, layout, network)
         self._frees_alone = self._memory.is_local and not config.has_relay  # the relay of a peer may still send here
         self._saved = SavedMemory(())  # what a sleep keeps
+        self._lost = 0  # a bit for each slot whose process has ended in this generation
         self._resources = ExitStack()
         self._resources.callback(self._memory.free)
         try:
@@ -137,6 +140,8 @@ class CudaBackend:
                     stored.shapes if stored else {},
                 )
                 self._monitor = self.runtime.monitor
+                if config.has_slots:
+                    self.runtime.begin_generation(comm.numbers, 0)
                 self.throughput = (
                     NodesThroughput(self.runtime, layout.nodes, copy_when_full)
                     if layout.nodes
@@ -172,9 +177,7 @@ class CudaBackend:
         self.copy_ceilings = self.throughput.copy_ceilings
         self.check, self.synchronize = self.runtime.monitor.check, self.runtime.synchronize
         self.purposes = self.runtime.purposes
-        comm.timeout_s = config.timeout_s
-        comm.heard = functools.partial(self.runtime.monitor.failure_notice.heard, "a step of all ranks")
-        self._consensus.listen(self.runtime.monitor.failure_notice)
+        self._listen()
         between_groups = ""
         if config.has_network:
             between_groups = f" and {_TRANSPORT_NAMES[config.transport]} between groups of {config.node_size}"
@@ -203,7 +206,8 @@ class CudaBackend:
     def _allocate(self, allocator: SymmetricAllocator, layout: Layout, network: NetworkOptions | None) -> SymmetricMemory:
         """Allocate symmetric memory on all ranks, or on none."""
         config, comm, near_bytes = self._config, self.comm, layout.near_bytes
-        request = MemoryRequest(near_bytes, config.timeout_s, config.node_size, network)
+        num_slots = config.num_ranks if config.has_slots else None
+        request = MemoryRequest(near_bytes, config.timeout_s, config.node_size, network, num_slots=num_slots)
         if config.has_network and not config.has_relay:
             start = layout.network_start
             request = dataclasses.replace(
@@ -328,6 +332,71 @@ class CudaBackend:
             met.release()
             undone.pop_all()
         self._saved = SavedMemory(())
+
+    def _listen(self) -> None:
+        """Wait no longer for a rank that has left."""
+        self.comm.timeout_s, notice = self._config.timeout_s, self._monitor.failure_notice
+        self.comm.heard = functools.partial(notice.heard, "a step of all ranks")
+        self._consensus.listen(notice)
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Note that the process of a rank has ended. Kernels that wait for it end."""
+        self._monitor.failure_notice.lose(rank, reason)
+        self._lost |= 1 << rank
+        with self.context, driver.relaxed_capture_mode():
+            word = self.runtime.state + structs.offset(structs.State.dtype({}), "lost")
+            driver.write_int32_now(word, self._lost)
+
+    def lost_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that this one knows to be lost, ascending."""
+        return tuple(sorted({*self._monitor.lost_ranks, *self.masked_ranks()}))
+
+    def leave_members(self) -> None:
+        """Give the memory back, without the other members; see `Buffer.shrink`. Results are lost."""
+        memory, heap = self._memory_that_sleeps()
+        with self.context:
+            self.runtime.order.check_not_captured("shrink()")
+            self._end_calls(aborts=False)
+            self.low_latency.hooks.drop_all()
+            memory.sleep()
+            heap.sleep()
+            self.runtime.stream_pool.trim()
+
+    def change_members(self, comm: Communicator, notice: FailureNotice, generation: int, aborts: bool) -> None:
+        """Begin a generation with other members; see `Buffer.shrink`. After an error there is no memory until this succeeds."""
+        memory, runtime = self._memory.heap, self.runtime
+        assert memory is not None
+        with self.context:
+            runtime.order.check_not_captured("a change of the members")
+            self._end_calls(aborts)
+            self.low_latency.hooks.drop_all()
+            kept = SavedMemory(self.throughput.results.in_use()) if memory.is_mapped else self._saved
+            self._saved = kept  # another attempt finds it
+            if runtime.local_heap is not None and not runtime.local_heap.is_mapped:  # this process comes back
+                runtime.local_heap.wake()
+            memory.replace(comm, self._config.timeout_s)
+            runtime.begin_generation(comm.numbers, generation)
+            if self._config.low_latency:
+                self.low_latency.clear_inboxes()
+            kept.restore()
+            agreed(comm, functools.partial(driver.synchronize, 0))  # peers write only after all members are ready
+            self._saved = SavedMemory(())
+        generations[0] += 1
+        self.info.since, self._lost = generations[0], 0
+        self.comm = runtime.comm = comm
+        self._consensus = Consensus(comm)
+        self._monitor.begin_generation(notice)
+        self.call_lock.notice = notice
+        self._listen()
+
+    def _end_calls(self, aborts: bool) -> None:
+        """Wait for all work of this GPU. Kernels that still wait for a rank after `timeout_s`, or at once with `aborts`, give up."""
+        if not aborts and self._stops_in_time(True):
+            return
+        if not self._stops_in_time(False):
+            raise EPUnavailableError(
+                "the GPU does not end its work; expected that it ends. End this process, and let another join"
+            )
 
     def trim(self) -> int:
         """Give back memory that is free; see `Buffer.trim`."""

@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from ...cuda import driver
 from ...errors import EPError, EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from ...kernels import structs
 from ...kernels.layout import Layout
+from ..inputs import old_routing
 from ..overflow import OverflowLog, too_many_rows
 from ..purposes import Purposes, missing_backward
 
@@ -64,6 +66,10 @@ class StatusPage:
         """Free the memory. Events may still call the checks; they find nothing."""
         self.timed_out = self.bad_input = self.ranks_differ = self.has_events = ctypes.c_uint32(0)
         driver.free_pinned(self.ptr)
+
+    def clear(self) -> None:
+        """Forget all reports, as in the beginning."""
+        ctypes.memset(self.ptr, 0, self._map.num_bytes)
 
     def expect_counts(self) -> None:
         """Clear the mailbox before the launch of a routing that reports counts."""
@@ -114,6 +120,8 @@ class StatusPage:
                 self._overflow.warn_of_rows(rows >> 32, rows & _LOW_HALF)
             if rows := self._pop("full_expert"):
                 self._overflow.warn_of_expert((rows >> 32) - 1, rows & _LOW_HALF)
+            if generations := self._pop("old_routing"):
+                raise old_routing((generations >> 32) - 1, generations & _LOW_HALF)
             if rows := self._pop("too_many"):
                 self.has_events.value = 1  # the page may hold another event, of a low-latency call
                 raise too_many_rows((rows >> 32) - 1, rows & _LOW_HALF, self._config.num_max_recv_tokens, grows=self.memory_grows)
@@ -242,10 +250,23 @@ class Monitor:
         network_progress: Callable[[], str] = lambda: "",
     ) -> None:
         self._check_ended, self._check_network, self._network_progress = check_ended, check_network, network_progress
-        self._config, self._page, self._rank = config, page, comm.Get_rank()
+        self._config, self._page, self._rank = config, page, comm.numbers[comm.Get_rank()]
+        self._progress = progress
         self.failure_notice = FailureNotice(comm, progress)
         self._abort_flag = state + structs.offset(structs.State.dtype({}), "abort")
         self._error: EPError | None = None
+
+    def begin_generation(self, notice: FailureNotice) -> None:
+        """Begin anew, with other members. `notice` is theirs."""
+        self.failure_notice.close()
+        self.failure_notice, self._error = notice, None
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...]:
+        """The ranks that this one knows to be lost: their processes have ended, or a wait for them has timed out."""
+        with suppress(EPError):
+            self.check_peers()
+        return self.failure_notice.lost_with(self._error)
 
     @property
     def is_broken(self) -> bool:

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ...arrays.host_memory import Result
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
@@ -101,7 +103,7 @@ class CudaRuntime:
         shapes: Mapping[str, CopyShape] | None = None,
     ) -> None:
         self.info, self.config, self.device = info, info.config, info.device
-        self.layout, self.comm, self.rank = layout, comm, comm.Get_rank()
+        self.layout, self.comm, self.rank = layout, comm, comm.numbers[comm.Get_rank()]
         self.call_lock, self.context = call_lock, context
         self.memory, self.regions = memory, layout.symmetric
         self.is_destroyed = False
@@ -120,8 +122,7 @@ class CudaRuntime:
         self.state = driver.allocate(layout.local.num_bytes)
         resources.callback(driver.free, self.state)
         driver.fill(self.state, 0, layout.local.num_bytes)
-        for part in self.flags:
-            driver.fill(part[0], 0, part[1])
+        self._clear_flags()
         self.network = NetworkMemory(comm, layout, memory, self.state, resources) if self.config.has_network else None
         of_wait = functools.partial(CudaRuntime._purpose_of_wait, weakref.proxy(self))  # no cycle: see _finalizers
         self.page = StatusPage(layout, self.rank, self.purposes, of_wait)
@@ -147,6 +148,26 @@ class CudaRuntime:
         if self.config.low_latency:
             parts.append((self.address_of_region("low_latency"), self.layout.low_latency.offsets["staged_headers"]))
         return parts
+
+    def _clear_flags(self) -> None:
+        for address, num_bytes in self.flags:
+            driver.fill(address, 0, num_bytes)
+
+    def begin_generation(self, members: Sequence[int], generation: int) -> None:
+        """Let all kernels begin anew, with these members. No work of this GPU may use the memory. Statistics stay."""
+        layout, absent = self.layout, [slot for slot in range(self.config.num_ranks) if slot not in members]
+        driver.fill(self.state, 0, layout.local.offsets["statistics"])
+        self._clear_flags()
+        state = np.zeros(1, structs.State.dtype({}))
+        state["absent"], state["generation"] = sum(1 << slot for slot in absent), generation
+        masked = np.zeros(self.config.num_ranks, np.uint32)
+        masked[absent] = 1
+        for values, region in ((state, "state"), (masked, "masked")):
+            driver.copy_async(self.state + layout.local.offsets[region], values.ctypes.data, values.nbytes, 0)
+        driver.synchronize(0)
+        self.page.clear()
+        for launches in self._launches.values():
+            launches[0] = 0
 
     def slots(self, num_bytes: int, count: int = 0, *, are_tables: bool = False) -> Slots:
         """Make Slots that live as long as the Buffer. `are_tables`: a handle needs their contents, also after a sleep."""

@@ -21,10 +21,11 @@ from ...arrays.host_memory import fp8_rows
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
 from ...comm.consensus import COPY_CEILING, agree_on_measurement, begin_step
+from ...comm.failure_notice import FailureNotice
 from ...config import Config
 from ...description import BufferDescription
 from ...errors import EPError, EPOutOfMemoryError, EPUnavailableError
-from ...results import CombineResult, DispatchResult, Event, LowLatencyCombineResult, LowLatencyDispatchResult
+from ...results import CombineResult, DispatchResult, Event, LowLatencyCombineResult, LowLatencyDispatchResult, generations
 from ...statistics import Counters
 from ...tuned import TuningResult
 from ..agreement import announce
@@ -146,6 +147,29 @@ class HostBackend:
     def wake(self) -> None:
         """Meet the other ranks; see `Buffer.wake`."""
         self._meet("wake")
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Note that the process of a rank has ended. Waits for it end."""
+        self._channel.failure_notice.lose(rank, reason)
+
+    def lost_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that this one knows to be lost, ascending."""
+        return self._channel.lost_ranks
+
+    def leave_members(self) -> None:
+        """Forget open calls. There is no memory of a GPU to give back."""
+        self._hooks.drop_all()
+
+    def change_members(self, comm: Communicator, notice: FailureNotice, generation: int, aborts: bool) -> None:
+        """Begin a generation with other members; see `Buffer.shrink`."""
+        self._hooks.drop_all()
+        comm.Barrier()
+        self._channel.begin_generation(comm, notice)
+        self._throughput.agreement.begin_generation()
+        self._comm, self.call_lock.notice = comm, notice
+        comm.heard = functools.partial(notice.heard, "a step of all ranks")
+        generations[0] += 1
+        self.info.since = generations[0]
 
     def trim(self) -> int:
         """There is no memory of a GPU to give back; see `Buffer.trim`."""

@@ -84,6 +84,10 @@ class CallAgreement:
         self._low_latency_call: Signature | None = None
         self._num_throughput_routings = 0  # the same on all ranks, because their calls succeed or fail together
 
+    def begin_generation(self) -> None:
+        """Count routings anew, as new members do."""
+        self._num_throughput_routings = 0
+
     @contextmanager
     def low_latency_call(self, signature: Signature) -> Iterator[None]:
         """Make dispatches and combines as parts of one low-latency call, which excludes masked ranks."""

@@ -61,7 +61,9 @@ class MessageChannel:
         self.statistics, self.purposes = statistics, purposes or Purposes()
         self._comm, self._timeout_s, self._check_destroyed = comm, config.timeout_s, check_destroyed
         self._masks_silent, self._node_of = config.on_timeout == "mask", config.node_of
-        self.rank, self._num_ranks = comm.Get_rank(), comm.Get_size()
+        self.rank, self._num_ranks = comm.numbers[comm.Get_rank()], config.num_ranks
+        self._config = config
+        self._set_members(comm)
         self._call_idx = 0
         self._failure: EPTimeoutError | None = None
         self._masked: set[int] = set()
@@ -72,6 +74,32 @@ class MessageChannel:
         self._unfinished: list[_Transfer] = []
         self._progress = progress or CallProgress()
         self.failure_notice = FailureNotice(comm, self._progress)
+
+    def _set_members(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._ranks = {number: rank for rank, number in enumerate(comm.numbers)}
+        """The rank in `comm` of each member."""
+
+    def choices_of_members(self, topk_idx: np.ndarray) -> np.ndarray:
+        """Return expert numbers with -1 for those of slots that have no process."""
+        if len(self._ranks) == self._num_ranks:
+            return topk_idx
+        return np.where(np.isin(topk_idx // self._config.num_local_experts, list(self._ranks)), topk_idx, -1)
+
+    def begin_generation(self, comm: Communicator, notice: FailureNotice) -> None:
+        """Begin anew, with other members. `notice` is theirs."""
+        self.failure_notice.close()
+        self.close()
+        self._set_members(comm)
+        self.failure_notice, self._failure, self._unfinished = notice, None, []
+        self._masked, self._call_idx, self._low_latency_calls = set(), 0, 0
+        self._num_abandoned = [0] * self._num_ranks
+        self._send_tags = [_FIRST_ROWS_TAG] * self._num_ranks
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...]:
+        """The ranks that this one knows to be lost: their processes have ended, or a wait for them has timed out."""
+        return tuple(sorted({*self.failure_notice.lost_with(self._failure), *self._masked}))
 
     @property
     def is_broken(self) -> bool:
@@ -86,7 +114,7 @@ class MessageChannel:
     def peers(self) -> list[int]:
         """The other ranks that take part in the current call, ascending."""
         excluded = self._masked if self._in_low_latency else ()
-        return [peer for peer in range(self._num_ranks) if peer != self.rank and peer not in excluded]
+        return [peer for peer in self._ranks if peer != self.rank and peer not in excluded]
 
     @property
     def low_latency_calls(self) -> int:
@@ -225,10 +253,10 @@ class MessageChannel:
             )
 
     def _send(self, parts: Sequence[np.ndarray], peer: int, tag: int) -> _Transfer:
-        return _Transfer(peer, self._comm.send_parts(parts, peer, tag), False, parts)
+        return _Transfer(peer, self._comm.send_parts(parts, self._ranks[peer], tag), False, parts)
 
     def _receive(self, parts: Sequence[np.ndarray], peer: int, tag: int) -> _Transfer:
-        return _Transfer(peer, self._comm.receive_parts(parts, peer, tag), True, parts)
+        return _Transfer(peer, self._comm.receive_parts(parts, self._ranks[peer], tag), True, parts)
 
     def _wait(self, transfers: list[_Transfer], phase: str) -> set[int]:
         """Wait until all transfers are done. Return the peers, masked now, whose messages this rank no longer waits for."""
@@ -259,8 +287,11 @@ class MessageChannel:
                 alive_at.update(dict.fromkeys(self._receive_heartbeats(), now))
             if not masks_silent:
                 self._raise_if_failed(transfers, phase)
-            if now > start + self._timeout_s:
-                silent = [t for t in transfers if now > alive_at[t.peer] + self._timeout_s and not t.is_done()]
+            gone = self._gone() if masks_silent else ()
+            if now > start + self._timeout_s or gone:
+                silent = [
+                    t for t in transfers if (now > alive_at[t.peer] + self._timeout_s or t.peer in gone) and not t.is_done()
+                ]
                 if silent and not masks_silent:
                     self._fail(silent, self.failure_notice.explain(self._timeout(silent, phase)))
                 lost.update(transfer.peer for transfer in silent if transfer.is_receive)
@@ -276,23 +307,29 @@ class MessageChannel:
     def _send_heartbeats(self) -> None:
         self._unfinished = [transfer for transfer in self._unfinished if not transfer.is_done()]
         for peer in self.peers:
-            self._unfinished.append(_Transfer(peer, self._comm.isend(None, peer, _HEARTBEAT_TAG), False, ()))
+            self._unfinished.append(_Transfer(peer, self._comm.isend(None, self._ranks[peer], _HEARTBEAT_TAG), False, ()))
 
     def _receive_heartbeats(self) -> Iterator[int]:
         """Yield the ranks that have sent heartbeats. An old heartbeat only delays a time-out a little."""
-        for peer in range(self._num_ranks):
-            while peer != self.rank and self._comm.iprobe(peer, _HEARTBEAT_TAG):
-                self._comm.recv(source=peer, tag=_HEARTBEAT_TAG)
+        for peer, source in self._ranks.items():
+            while peer != self.rank and self._comm.iprobe(source, _HEARTBEAT_TAG):
+                self._comm.recv(source=source, tag=_HEARTBEAT_TAG)
                 yield peer
 
     def _raise_if_failed(self, transfers: list[_Transfer], phase: str) -> None:
         """Raise if this rank waits for a peer that has left the Buffer after an exception."""
         if failed := self.failure_notice.failed_peers():
             waiting = [transfer for transfer in transfers if transfer.peer in failed and not transfer.is_done()]
-            if waiting:
-                peer = waiting[0].peer
+            lost = [peer for peer in failed if peer in self.failure_notice.lost]  # others may have given up the call, too
+            if waiting or lost:
+                peer = waiting[0].peer if waiting else lost[0]
                 phase += not_run(peer, self.purposes.current)
                 self._fail(waiting, self.failure_notice.error(peer, phase, self._call_idx, self._node_of(peer)))
+
+    def _gone(self) -> list[int]:
+        """Return the ranks whose processes have ended, and whose last messages have arrived."""
+        lost = self.failure_notice.lost
+        return [peer for peer in self.failure_notice.failed_peers() if peer in lost] if lost else []
 
     def _mask_silent(self, silent: list[_Transfer], phase: str) -> None:
         for transfer in silent:

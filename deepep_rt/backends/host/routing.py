@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...arrays.host_memory import values_of
-from ...arrays.view import View
 from ...config import Config
 from ...results import DispatchHandle
 from ..hooks import HookState
@@ -45,9 +43,9 @@ class Routing:
         tokens = tuple(t if sends else t[:0] for t, sends in zip(self.sent_tokens, send_mask, strict=True))
         return replace(self, sent_tokens=tokens, num_received=np.where(recv_mask, self.num_received, 0))
 
-    def is_chosen_by(self, topk_idx: View, config: Config) -> bool:
+    def is_chosen_by(self, topk_idx: np.ndarray, config: Config) -> bool:
         """Whether the expert numbers of this rank choose the ranks of this routing."""
-        owner = values_of(topk_idx) // config.num_local_experts
+        owner = topk_idx // config.num_local_experts
         for peer, (tokens, count) in enumerate(zip(self.sent_tokens, self.num_chosen, strict=True)):
             chosen = np.flatnonzero((owner == peer).any(axis=1))
             # A routing holds the first tokens that were chosen. It lacks those that were dropped.

@@ -65,7 +65,7 @@ class Throughput:
         """Agree on a dispatch, and work out its routing."""
         config, rank, framework = self._config, self._rank, inputs.x.framework
         assert inputs.topk_idx is not None  # or there would be a handle
-        idx, num_worst_tokens = values_of(inputs.topk_idx), inputs.num_worst_tokens
+        idx, num_worst_tokens = self.channel.choices_of_members(values_of(inputs.topk_idx)), inputs.num_worst_tokens
         tokens = tokens_by_rank(idx, config)
         sizes = [len(t) for t in tokens]
         headers = self.agreement.new_headers(inputs.signature, 0)
@@ -120,7 +120,9 @@ class Throughput:
         headers.report_size(sizes, inputs.x.row_bytes)
         if inputs.topk_idx is not None:
             headers.report_bad_expert(inputs.topk_idx, self._config.num_experts)
-            if not headers.has_problem and not routing.is_chosen_by(inputs.topk_idx, self._config):
+            if not headers.has_problem and not routing.is_chosen_by(
+                self.channel.choices_of_members(values_of(inputs.topk_idx)), self._config
+            ):
                 headers.report_other_ranks()
         masks = self.agreement.exchange_row_counts(headers, "kPhaseDispatchWindow", sizes, routing.num_received)
         return routing.restricted(*masks)
