@@ -1393,6 +1393,10 @@ class Buffer(SharedByCopies):
     def _set_mask(self, rank: int, masked: bool) -> None:
         backend, mine, last = self._low_latency(), self._rank, self.config.num_ranks - 1
         rank = whole_number(rank, "rank", 0, last, remedy=f"Pass the rank to exclude, other than this one ({mine}).")
+        if rank not in self.members:
+            raise EPInputError(
+                f"rank={rank}; expected a rank that has a process: {self.members}. A slot without one takes no part."
+            )
         if rank == mine:
             raise argument_error(rank, "rank", f"0 to {last}, other than this one ({mine})", "Pass another rank.")
         with self._call_lock:

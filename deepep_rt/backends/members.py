@@ -13,12 +13,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..comm.communicator import Communicator
-from ..comm.failure_notice import FailureNotice
+from ..comm.failure_notice import FailureNotice, making
 from ..comm.liveness import LivenessWatch
 from ..comm.membership import Membership
 from ..comm.rendezvous import Rendezvous
 from ..config import Config
 from ..errors import EPConfigError, EPEvictedError, EPTimeoutError
+from .agreement import creation_comm
 from .base import Backend
 
 _ENDED = "its process has ended"
@@ -58,11 +59,18 @@ class Members:
     def begin(cls, comm: Communicator | None, joining: Any, place: Any, config: Config, choices: dict[str, Any]) -> Members:
         """Begin with the ranks of `comm`, or alone in a slot if there are none. `choices`: settings that `config` lacks."""
         settings = json.dumps({**config.settings(), **choices}, sort_keys=True, default=str)
-        rendezvous = Rendezvous(place, comm, config.timeout_s)
         limits = config.num_ranks, config.timeout_s, settings
-        if comm is not None:
-            return cls.found(comm, rendezvous, *limits)
-        return cls.alone(rendezvous, *limits, joining.slot, joining.limit_s or config.timeout_s)
+        if comm is None:
+            rendezvous = Rendezvous(place, None, config.timeout_s)
+            return cls.alone(rendezvous, *limits, joining.slot, joining.limit_s or config.timeout_s)
+        met = creation_comm(comm, config.timeout_s)
+        with making(comm, met, "the making of a Buffer"):
+            mine = f"it has max_ranks={config.num_ranks}"  # a rank without slots raises it; see `agreement.agree`
+            if met.allgather(mine) != [mine] * met.Get_size():
+                raise EPConfigError(f"{mine}, and another rank has not; expected the same on all ranks. Pass the same max_ranks.")
+            made = cls.found(met, Rendezvous(place, met, config.timeout_s), *limits)
+        met.release()
+        return made
 
     def start(self, backend: Backend, joining: Any) -> None:
         """Begin to watch the other members. A process that joins waits here for them."""

@@ -65,6 +65,9 @@ class Rendezvous:
             self.store = self.place
         if not name:
             name = str(next(_unnamed.setdefault(key, itertools.count())))
+            name = name if comm is None else comm.bcast(name)
+        if isinstance(self.place, str):
+            self.place = f"{key}/{name}"
         self.name = f"deepep_rt/{name}"
 
     def membership(self, num_slots: int, timeout_s: float, settings: str) -> Membership:

@@ -178,6 +178,28 @@ def test_who_may_not_join(address: str) -> None:
     assert ranks.on((0, 1), lambda b: (b.admit(), b.members, step(b))) == [((), (0, 1), None)] * 2
 
 
+def test_the_store_that_a_rank_starts(address: str) -> None:
+    ranks = Ranks(address, 2, rendezvous=None)
+    place = ranks.buffers[1].rendezvous
+    assert place == ranks.buffers[0].rendezvous
+    assert not place.startswith(address)
+    ranks.settings["rendezvous"] = place
+    assert isinstance(ranks.join((0, 1)), Buffer)
+    assert ranks.on(range(3), lambda b: (b.members, step(b))) == [((0, 1, 2), None)] * 3
+
+
+def test_ranks_that_disagree_on_slots(address: str) -> None:
+    host, port = address.rsplit(":", 1)
+
+    def make(rank: int, most: int | None) -> Any:
+        comm = StoreCommunicator(StoreClient(host, int(port)), f"start {most}", rank, 2)
+        Buffer(comm, **{**SIZES, "timeout_s": 20.0, "rendezvous": most and address, "max_ranks": most if rank else SLOTS})
+
+    for most in (None, 2):
+        found = together([lambda rank=rank, most=most: make(rank, most) for rank in range(2)])
+        assert all(isinstance(error, EPConfigError) and "max_ranks=" in str(error) for error in found), found
+
+
 def test_wrong_arguments(address: str) -> None:
     host, port = address.rsplit(":", 1)
     comm = StoreCommunicator(StoreClient(host, int(port)), "start", 0, 1)

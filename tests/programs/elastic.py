@@ -130,7 +130,19 @@ class Graphs:
         assert "generation" in report, f"an outdated routing: no report {report}"
 
 
+def num_held() -> int:
+    """Count the descriptors and threads of this process."""
+    return len(os.listdir("/proc/self/fd")) + threading.active_count()
+
+
 def rank_main(arguments: argparse.Namespace) -> None:
+    try:
+        make_rounds(arguments)
+    except EPEvictedError:  # the parent has stopped this process for long
+        print(json.dumps({"event": "evicted"}), flush=True)
+
+
+def make_rounds(arguments: argparse.Namespace) -> None:
     host, port = arguments.address.rsplit(":", 1)
     sizes = dict(
         num_max_tokens_per_rank=TOKENS, hidden=HIDDEN, num_topk=TOPK, num_experts=arguments.slots * LOCAL, dtype="float32"
@@ -153,7 +165,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     tell = lambda **facts: print(json.dumps({"members": buffer.members, **facts}), flush=True)  # noqa: E731
     rng = np.random.default_rng(os.getpid())
     tell(event="ready")
-    held = 0  # descriptors and threads after the first rounds
+    held = {}  # descriptors and threads, by members, when they were the members for the first time
     graphs = None
     rounds, changes, is_new = 0, 0, True
     while True:
@@ -168,8 +180,8 @@ def rank_main(arguments: argparse.Namespace) -> None:
             if graphs is not None:
                 graphs.check(rng)
             rounds += 1
-            if rounds == 2:
-                held = len(os.listdir("/proc/self/fd")) + threading.active_count()
+            if rounds > 1:
+                held.setdefault(buffer.members, num_held())
             # All members see the same: the file of the parent says when to end, and a call tells all of them.
             ends = np.array([[os.path.exists(arguments.stop)] * HIDDEN], np.float32)
             rank0 = min(buffer.members) * LOCAL
@@ -184,15 +196,11 @@ def rank_main(arguments: argparse.Namespace) -> None:
                 tell(event="admitted", new=new)
         except EPTimeoutError as error:
             began, lost = time.monotonic(), getattr(error, "ranks", (error.peer,))
-            try:
-                buffer.shrink()
-            except EPEvictedError:  # the parent has stopped this process for long
-                tell(event="evicted")
-                return
+            buffer.shrink()
             changes += 1
             is_new = True
             tell(event="shrunk", lost=lost, seconds=round(time.monotonic() - began, 4))
-    more = len(os.listdir("/proc/self/fd")) + threading.active_count() - held if rounds > 2 else 0
+    more = num_held() - held.get(buffer.members, num_held())
     tell(event="done", rounds=rounds, changes=changes, more=more)
     buffer.destroy()
 
