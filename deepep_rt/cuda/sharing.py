@@ -45,9 +45,10 @@ def ways_of(group: Communicator, forced: str, before: str = "") -> Sequence[str]
     Args:
         group: The ranks of a host.
         forced: The only way to try, `_env.memory_way()`. Empty: all of them.
-        before: The way of memory that slept. It is the first, and its addresses stay.
+        before: The way of memory that slept on this rank. It is the first, and its addresses stay. Ranks that had none take that of others.
     """
-    told = group.allgather(forced)
+    told, held = zip(*group.allgather((forced, before)), strict=True)
+    before = next(filter(None, held), "")
     if len(set(told)) > 1:
         raise EPConfigError(
             f"DEEPEP_RT_SYMMETRIC_MEMORY forces the ways {', '.join(way or 'none' for way in told)} on the ranks of a host; expected the "

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import environment, run_checks
+from launch import environment, run_checks, run_command
 from limits import seconds
 from paths import PROGRAMS
 
@@ -44,3 +44,10 @@ def test_a_rank_dies_while_ranks_share_memory(steps: tuple[str, ...], tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     passed = {f"{step}: rank {rank} passed" for step in steps for rank in range(2)}
     assert passed <= set(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("rounds", [8, pytest.param(100, marks=pytest.mark.full)])
+def test_slots_whose_processes_come_and_go(rounds: int) -> None:
+    """Members that are killed, given up or new. None reaches memory of a generation that it is no member of, and nothing stays."""
+    out, _ = run_command(sys.executable, PROGRAMS / "heap_slots.py", 1, rounds, limit_s=60 + 4 * rounds, **environment())
+    assert out.endswith("OK\n")
