@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Annotated
 
 import typer
 
-from .. import _env
 from .._console import printing
-from ..comm.store_server import StoreServer
+from ..comm import store_server
 
 
 def store(
@@ -22,9 +20,5 @@ def store(
     ] = False,
 ) -> None:
     """Serve a store where ranks meet. Print its address, and run until SIGTERM or Ctrl-C."""
-    server = StoreServer(host, port, _env.store_token(), ends_with_last_client)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: server.close())
     with printing():
-        print(server.address)
-    server.serve()
+        store_server.serve(host, port, ends_with_last_client=ends_with_last_client)

@@ -16,6 +16,7 @@ import re
 import secrets
 import select
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -35,6 +36,7 @@ _MAX_GREETED = 256  # connections that have shown nothing yet
 _ACCEPTED_AT_ONCE = 64
 _READ_BYTES = 256 << 10
 _FULL_PAUSE_S = 0.01
+_SERVE = "import sys; from deepep_rt.comm import store_server; store_server.serve(sys.argv[1], ends_with_last_client=True)"
 _START_S, _LAST_OUTPUT_S = 60.0, 1.0
 _BACKLOG = 1024
 _INTEGER, _INT64 = re.compile(rb"-?[0-9]{1,19}"), 1 << 63
@@ -281,6 +283,15 @@ class _Connection:
         return body
 
 
+def serve(host: str, port: int = 0, *, ends_with_last_client: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT, with the token of `DEEPEP_RT_STORE_TOKEN`. Print the address first."""
+    server = StoreServer(host, port, _env.store_token(), ends_with_last_client)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: server.close())
+    print(server.address, flush=True)
+    server.serve()
+
+
 def start_in_background(token: str, host: str = "127.0.0.1") -> tuple[str, int]:
     """Start a server that outlives this process and ends with its last client. Return its host and port.
 
@@ -292,7 +303,7 @@ def start_in_background(token: str, host: str = "127.0.0.1") -> tuple[str, int]:
         EPUnavailableError: if it does not start within 60 s. The message quotes its error.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "deepep_rt", "store", "--host", host, "--port", "0", "--ends-with-last-client"],
+        [sys.executable, "-c", _SERVE, host],  # the command line needs packages that a Buffer does not
         env=_env.with_store_token(token),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

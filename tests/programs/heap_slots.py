@@ -74,7 +74,8 @@ def run_slot(address: str, slot: int, first: int) -> None:
         comm.Barrier()
         store.set(f"done/{number}/{slot}", "")
         number += 1
-    memory.free()
+    if memory is not None:
+        memory.free()
     assert GPU.left == (0, 0, 0), GPU.left
 
 
