@@ -1418,6 +1418,8 @@ class Buffer(SharedByCopies):
             finally:
                 if backend.call_lock.notice is not None:
                     backend.call_lock.notice.close()
+                if self._members is not None:
+                    self._members.end()
                 _statistics_files.end(self)
 
         self._call_lock.drain(finish)

@@ -40,10 +40,11 @@ __device__ __forceinline__ bool is_absent(const Params& p, int rank) {
 }
 
 // A bit for each slot whose end stops a wait for `peer`. Where time-outs mask, that is the peer. Otherwise any loss ends the call, because
-// the peer may have given it up. Their last data may be here all the same, so only waits look at this.
+// the peer may have given it up. Their last data may be here all the same, so only waits look at this. The word is in memory of the host,
+// because a thread writes it that may make no call of CUDA: such a call could wait for the kernel that waits here.
 __device__ __forceinline__ u32 lost_for(const Params& p, int peer) {
   if constexpr (!kHasSlots) return 0;
-  const u32 lost = ld_relaxed_gpu(&at<State>(p.state, 0)->lost);
+  const u32 lost = ld_relaxed_sys(at<const u32>(p.status_page, kStatusPageLost));
   return kMasksOnTimeout ? lost & 1u << peer : lost;
 }
 

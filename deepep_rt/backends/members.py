@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from ..comm.communicator import Communicator
@@ -18,7 +19,7 @@ from ..comm.liveness import LivenessWatch
 from ..comm.membership import Membership
 from ..comm.rendezvous import Rendezvous
 from ..config import Config
-from ..errors import EPConfigError, EPEvictedError, EPTimeoutError
+from ..errors import EPConfigError, EPEvictedError, EPTimeoutError, EPUnavailableError
 from .agreement import creation_comm
 from .base import Backend
 
@@ -43,7 +44,7 @@ class Members:
         if comm.Get_size() > num_slots:
             raise EPConfigError(f"max_ranks={num_slots}; expected at least the {comm.Get_size()} ranks of the communicator.")
         membership = rendezvous.membership(num_slots, timeout_s, settings)
-        membership.found(dict(enumerate(comm.allgather(membership.process))))
+        membership.found(dict(zip(comm.numbers, comm.allgather(membership.process), strict=True)))
         return cls(rendezvous, membership)
 
     @classmethod
@@ -139,6 +140,12 @@ class Members:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+    def end(self) -> None:
+        """Leave for good, after the Buffer has ended."""
+        with suppress(EPUnavailableError):  # the store may have ended before
+            self._membership.go("it has destroyed its Buffer")
+        self.rendezvous.close()
 
     def _settle(self, backend: Backend, given_up: set[int], aborts: bool = True) -> None:
         """Begin the generation that the members have agreed on, or a later one. `given_up` gets those that are lost on the way."""

@@ -41,7 +41,7 @@ class Store(Protocol):
 @dataclass(frozen=True)
 class Roster:
     """The members of a generation. Of the changes, which have numbers: the last one, the last one with votes, and the one that began this
-    generation, and the processes that this one left out.
+    generation. It left out the processes in `left_out`.
     """
 
     generation: int

@@ -70,6 +70,11 @@ class Rendezvous:
             self.place = f"{key}/{name}"
         self.name = f"deepep_rt/{name}"
 
+    def close(self) -> None:
+        """End the connection that this has made."""
+        if isinstance(self.store, StoreClient):
+            self.store.close()
+
     def membership(self, num_slots: int, timeout_s: float, settings: str) -> Membership:
         """Make the part of this process in the agreement. If it ends, others hear of it from the store, if that tells."""
         made = Membership(self.store, self.name, num_slots, timeout_s, settings)

@@ -268,6 +268,7 @@ class Layout:
                 ("report", structs.Report.size(self._sizes)),
                 ("mailbox", structs.Mailbox.size(self._sizes)),
                 ("masked", self.config.num_ranks * 4),  # as in local memory
+                ("lost", 4),  # with slots: a bit for each one whose process has ended in this generation; the host sets it
             ]
         )
 

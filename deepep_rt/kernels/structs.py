@@ -126,7 +126,6 @@ State = CStruct(
     u32 nodes_reduced;
     u32 nodes_differs;     // 1: the ranks made different calls, as the last launch of these kernels saw that did not skip its work
     u32 absent;            // with slots: a bit for each slot that has no process in this generation
-    u32 lost;              // a bit for each one whose process has ended since; the host sets it
     u32 generation;        // its number
     """,
 )

@@ -26,7 +26,6 @@ from ...cuda.transport import MemoryRequest, SymmetricAllocator, SymmetricMemory
 from ...description import LinkRates
 from ...errors import EPConfigError, EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit import compiler
-from ...kernels import structs
 from ...kernels.layout import Layout
 from ...network import Choice, NetworkOptions
 from ...results import CombineResult, DispatchResult, LowLatencyCombineResult, LowLatencyDispatchResult, generations
@@ -123,7 +122,6 @@ class CudaBackend:
         self._memory = self._allocate(allocator, layout, network)
         self._frees_alone = self._memory.is_local and not config.has_relay  # the relay of a peer may still send here
         self._saved = SavedMemory(())  # what a sleep keeps
-        self._lost = 0  # a bit for each slot whose process has ended in this generation
         self._resources = ExitStack()
         self._resources.callback(self._memory.free)
         try:
@@ -340,12 +338,9 @@ class CudaBackend:
         self._consensus.listen(notice)
 
     def lose(self, rank: int, reason: str) -> None:
-        """Note that the process of a rank has ended. Kernels that wait for it end."""
+        """Note that the process of a rank has ended. Kernels that wait for it end. This makes no call of CUDA, so it waits for nothing."""
         self._monitor.failure_notice.lose(rank, reason)
-        self._lost |= 1 << rank
-        with self.context, driver.relaxed_capture_mode():
-            word = self.runtime.state + structs.offset(structs.State.dtype({}), "lost")
-            driver.write_int32_now(word, self._lost)
+        self.runtime.page.lost.value |= 1 << rank
 
     def lost_ranks(self) -> tuple[int, ...]:
         """Return the ranks that this one knows to be lost, ascending."""
@@ -382,7 +377,7 @@ class CudaBackend:
             agreed(comm, functools.partial(driver.synchronize, 0))  # peers write only after all members are ready
             self._saved = SavedMemory(())
         generations[0] += 1
-        self.info.since, self._lost = generations[0], 0
+        self.info.since = generations[0]
         self.comm = runtime.comm = comm
         self._consensus = Consensus(comm)
         self._monitor.begin_generation(notice)

@@ -55,6 +55,7 @@ class StatusPage:
         masked: Any = (ctypes.c_uint32 * self._config.num_ranks).from_address(self.ptr + self._map.offsets["masked"])
         self.masked = np.frombuffer(masked, np.uint32)
         """`[num_ranks]`: 1 for the ranks that low-latency calls exclude, after the calls that this GPU has finished."""
+        self.lost = ctypes.c_uint32.from_address(self.ptr + self._map.offsets["lost"])
         self.timed_out = self._flag("report", self.report, "flag")
         self.bad_input = self._flag("report", self.report, "bad_flag")
         self.ranks_differ = self._flag("report", self.report, "differs")
@@ -64,6 +65,7 @@ class StatusPage:
 
     def free(self) -> None:
         """Free the memory. Events may still call the checks; they find nothing."""
+        self.lost = ctypes.c_uint32(0)
         self.timed_out = self.bad_input = self.ranks_differ = self.has_events = ctypes.c_uint32(0)
         driver.free_pinned(self.ptr)
 
