@@ -12,49 +12,63 @@
 
 constexpr int kKeyedVecs = 32;  // vectors that share a key
 
-// Reads the `i`th 16 bytes of an array of `num_bytes`, with zeros after its end.
-__device__ __forceinline__ Vec16 load_scales(const char* scales, int num_bytes, int i) {
+// Loads the last `num_bytes` of an array, at most 16, with zeros after them. It is not inline, because code that a call jumps over costs
+// time.
+__device__ __noinline__ Vec16 load_last(const Vec16* from, int num_bytes) {
   Vec16 vec = {};
-  const int left = num_bytes - 16 * i;
-  const char* from = scales + 16 * i;
-  const u64 alignment = reinterpret_cast<u64>(scales) | num_bytes;
-  if (alignment % 16 == 0) return ld_streaming(reinterpret_cast<const Vec16*>(from));
-  if (alignment % 4 == 0) {
+  if ((reinterpret_cast<u64>(from) | num_bytes) % 4 == 0) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      if (4 * w < left) vec.word[w] = reinterpret_cast<const u32*>(from)[w];
+      if (4 * w < num_bytes) vec.word[w] = reinterpret_cast<const u32*>(from)[w];
     }
     return vec;
   }
 #pragma unroll
   for (int b = 0; b < 16; ++b) {
-    if (b < left) vec.word[b / 4] |= static_cast<u32>(reinterpret_cast<const u8*>(from)[b]) << 8 * (b % 4);
+    if (b < num_bytes) vec.word[b / 4] |= static_cast<u32>(reinterpret_cast<const u8*>(from)[b]) << 8 * (b % 4);
   }
   return vec;
 }
 
-// The reverse of load_scales. Bytes after the end are dropped.
-__device__ __forceinline__ void store_scales(char* scales, int num_bytes, int i, const Vec16& vec) {
-  const int left = num_bytes - 16 * i;
-  char* to = scales + 16 * i;
-  const u64 alignment = reinterpret_cast<u64>(scales) | num_bytes;
-  if (alignment % 16 == 0) return st_vec(reinterpret_cast<Vec16*>(to), vec);
-  if (alignment % 4 == 0) {
+// The reverse of load_last.
+__device__ __noinline__ void store_last(Vec16* to, int num_bytes, Vec16 vec) {
+  if ((reinterpret_cast<u64>(to) | num_bytes) % 4 == 0) {
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      if (4 * w < left) reinterpret_cast<u32*>(to)[w] = vec.word[w];
+      if (4 * w < num_bytes) reinterpret_cast<u32*>(to)[w] = vec.word[w];
     }
     return;
   }
 #pragma unroll
   for (int b = 0; b < 16; ++b) {
-    if (b < left) reinterpret_cast<u8*>(to)[b] = vec.word[b / 4] >> 8 * (b % 4);
+    if (b < num_bytes) reinterpret_cast<u8*>(to)[b] = vec.word[b / 4] >> 8 * (b % 4);
   }
 }
 
 // Vectors of the row, and of the row with its scales.
-__device__ __forceinline__ int row_vecs(const Params& p) { return p.row_bytes / 16; }
-__device__ __forceinline__ int all_vecs(const Params& p) { return row_vecs(p) + (p.scale_bytes + 15) / 16; }
+__device__ __forceinline__ int row_vecs(const Params& p) { return static_cast<u32>(p.row_bytes) / 16; }
+__device__ __forceinline__ int all_vecs(const Params& p) { return row_vecs(p) + (static_cast<u32>(p.scale_bytes) + 15) / 16; }
+
+// The vectors before those of scales that are not aligned or not whole. `scales`: their address.
+__device__ __forceinline__ int whole_vecs(const Params& p, u64 scales) { return (scales | p.scale_bytes) % 16 ? row_vecs(p) : all_vecs(p); }
+
+// Bytes of a vector of scales.
+__device__ __forceinline__ int scale_vec_bytes(const Params& p, int i) { return min(p.scale_bytes - 16 * (i - row_vecs(p)), 16); }
+
+// Where a vector of each message is, in an array of rows or in one of their scales.
+struct VecPlace {
+  u64 first;      // address of that of row 0
+  u32 row_bytes;  // from one row to the next
+
+  VecPlace() = default;
+  __device__ __forceinline__ VecPlace(const Params& p, u64 rows, u64 scales, int i) {
+    const bool is_scale = i >= row_vecs(p);
+    first = is_scale ? scales + 16 * (i - row_vecs(p)) : rows + 16 * i;
+    row_bytes = is_scale ? p.scale_bytes : p.row_bytes;
+  }
+
+  __device__ __forceinline__ Vec16* of(u32 row) const { return at<Vec16>(first, static_cast<u64>(row) * row_bytes); }
+};
 
 __device__ __forceinline__ Vec16 with_key(Vec16 vec, u32 key) {
 #pragma unroll
@@ -78,31 +92,43 @@ struct OpaqueOutgoing {
 
   __device__ __forceinline__ OpaqueOutgoing(const Params& p, int token) : p(p), token(token), count(all_vecs(p)) { load(); }
 
+  // Whether the warp has vectors.
+  __device__ __forceinline__ bool has_any(int i) const { return i - lane_idx() < count; }
+
   __device__ __forceinline__ Vec16 vec(int i) const {
-    if (i < row_vecs(p)) return ld_streaming(at<const Vec16>(p.x, static_cast<u64>(token) * p.row_bytes) + i);
-    if (i < count) return load_scales(at<const char>(p.x_scales, static_cast<u64>(token) * p.scale_bytes), p.scale_bytes, i - row_vecs(p));
-    return {};
+    const int num_whole = whole_vecs(p, p.x_scales);
+    const VecPlace place(p, p.x, p.x_scales, i);
+    Vec16 loaded = {};
+    if (i < num_whole) loaded = ld_streaming(place.of(token));
+    if (i >= num_whole && i < count) loaded = load_last(place.of(token), scale_vec_bytes(p, i));
+    return loaded;
   }
 
-  __device__ __forceinline__ void load() { held[0] = vec(first), held[1] = vec(first + kRowThreads); }
+  __device__ __forceinline__ void load() {
+    held[0] = vec(first);
+    if (has_any(first + kRowThreads)) held[1] = vec(first + kRowThreads);
+  }
+
+  // Called by whole warps that have vectors.
+  __device__ __forceinline__ void send(const Receivers& receivers, int i, Vec16 vec) {
+    const u32 key = key_for(vec);
+    vec = with_key(vec, key);
+    receivers.each([&](LlMessage* message) {
+      Vec16* body = reinterpret_cast<Vec16*>(body_of(message));
+      if (i < count) st_relaxed_sys(body + i, vec);
+      if (lane_idx() == 0) st_relaxed_sys(reinterpret_cast<u32*>(body + count) + i / kKeyedVecs, key);
+    });
+  }
 
   __device__ __forceinline__ void send(const Receivers& receivers) {
-    for (;; load()) {
-      u32 keys[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) keys[j] = key_for(held[j]), held[j] = with_key(held[j], keys[j]);
-      receivers.each([&](LlMessage* message) {
-        Vec16* body = reinterpret_cast<Vec16*>(body_of(message));
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int i = first + j * kRowThreads;
-          if (i >= count) continue;
-          st_relaxed_sys(body + i, held[j]);
-          if (lane_idx() == 0) st_relaxed_sys(reinterpret_cast<u32*>(body + count) + i / kKeyedVecs, keys[j]);
-        }
-      });
-      first += 2 * kRowThreads;
-      if (first - lane_idx() >= count) return;
+    while (has_any(first)) {
+      send(receivers, first, held[0]);
+      first += kRowThreads;
+      if (!has_any(first)) return;
+      send(receivers, first, held[1]);
+      first += kRowThreads;
+      if (!has_any(first)) return;
+      load();
     }
   }
 };
@@ -132,19 +158,32 @@ struct OpaquePart {
   using Rows = OpaqueRows;
   static constexpr int kAtOnce = 2;
   Vec16* row;
-  int count, thread, step;
+  int count, num_whole, thread, step;
   Vec16 held[kAtOnce];
   u32 key[kAtOnce];
+  VecPlace places[kAtOnce];  // in the results
 
   __device__ __forceinline__ OpaquePart(const Params& p, const LlMessage* message, const WarpGroup& group)
       : row(reinterpret_cast<Vec16*>(body_of(message))),
         count(all_vecs(p)),
+        num_whole(whole_vecs(p, p.recv_scales)),
         thread(group.thread(group.block())),
-        step(group.num_threads()) {}
+        step(group.num_threads()) {
+    find_places(p, thread);
+  }
 
   __device__ __forceinline__ bool exists(int first, int j) const { return first + j * step < count; }
+
   __device__ __forceinline__ u32* key_of(int first, int j) const {
     return reinterpret_cast<u32*>(row + count) + (first + j * step) / kKeyedVecs;
+  }
+
+  // Whether the warp has vectors.
+  __device__ __forceinline__ bool has_any(int i) const { return i - lane_idx() < count; }
+
+  __device__ __forceinline__ void find_places(const Params& p, int first) {
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) places[j] = VecPlace(p, p.recv_x, p.recv_scales, first + j * step);
   }
 
   // Loads the vectors `first`, `first` + step, ..., and their keys.
@@ -173,15 +212,7 @@ struct OpaquePart {
   __device__ __forceinline__ bool finish(const Params& p, u32 epoch, int source, int to_row) {
     const u32 choices = __ballot_sync(~0u, to_row >= 0);
     bool ok = true;
-    for (int first = thread; first - lane_idx() < count; first += step * kAtOnce) {
-      if (first != thread) {
-        load(first);
-        ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
-          if (all_arrived(first)) return true;
-          load(first);
-          return false;
-        });
-      }
+    for (int first = thread; has_any(first);) {
       __syncwarp();  // all lanes have read the keys
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
@@ -191,20 +222,35 @@ struct OpaquePart {
         held[j] = with_key(held[j], key[j]);
       }
       for (u32 left = choices; left; left &= left - 1) {
-        const u64 to = __shfl_sync(~0u, to_row, __ffs(left) - 1);
-        Vec16* vecs = at<Vec16>(p.recv_x, to * p.row_bytes);
-        char* scales = at<char>(p.recv_scales, to * p.scale_bytes);
+        const u32 to = __shfl_sync(~0u, to_row, __ffs(left) - 1);
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          const int i = first + j * step;
-          if (i < row_vecs(p)) {
-            st_vec(vecs + i, held[j]);
-          } else if (i < count) {
-            store_scales(scales, p.scale_bytes, i - row_vecs(p), held[j]);
-          }
+          if (first + j * step < num_whole) st_vec(places[j].of(to), held[j]);
         }
       }
+      if (num_whole < count) store_parts(p, first, choices, to_row);
+      first += step * kAtOnce;
+      if (!has_any(first)) break;
+      find_places(p, first);
+      load(first);
+      ok &= wait_until(p, epoch, kPhaseLlRows, source, [&](u32&) {
+        if (all_arrived(first)) return true;
+        load(first);
+        return false;
+      });
     }
     return __all_sync(~0u, ok);
+  }
+
+  // Stores scales that are not aligned or not whole, for each of the choices.
+  __device__ __forceinline__ void store_parts(const Params& p, int first, u32 choices, int to_row) const {
+    for (u32 left = choices; left; left &= left - 1) {
+      const u32 to = __shfl_sync(~0u, to_row, __ffs(left) - 1);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j * step;
+        if (i >= num_whole && i < count) store_last(places[j].of(to), scale_vec_bytes(p, i), held[j]);
+      }
+    }
   }
 };
