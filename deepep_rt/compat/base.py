@@ -15,6 +15,7 @@ from ..comm.failure_notice import FailureNotice
 from ..errors import EPAsleepError, EPDestroyedError, EPInputError, EPUnavailableError
 from ..results import MAKE_ANOTHER, SharedByCopies
 from .buffer_cache import ElasticBuffers, LowLatencyBuffers, NormalBuffers
+from .slot_buffers import SlotBuffers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,7 +38,7 @@ class BufferState:
         num_ranks: int,
         ranks_per_node: int,
         normal: NormalBuffers | None,
-        low_latency: LowLatencyBuffers | None,
+        low_latency: LowLatencyBuffers | SlotBuffers | None,
         enable_shrink: bool,
         notice: FailureNotice,
         elastic: ElasticBuffers | None = None,
@@ -111,7 +112,7 @@ class BufferState:
             )
         return self.normal
 
-    def low_latency_buffers(self) -> LowLatencyBuffers:
+    def low_latency_buffers(self) -> LowLatencyBuffers | SlotBuffers:
         """Return the Buffers of the low-latency mode; raise EPInputError if there are none."""
         self.check_live()
         if self.low_latency is None:
@@ -120,7 +121,7 @@ class BufferState:
             )
         return self.low_latency
 
-    def maskable_buffers(self, method: str) -> LowLatencyBuffers:
+    def maskable_buffers(self, method: str) -> LowLatencyBuffers | SlotBuffers:
         """Return the Buffers of the low-latency mode; raise EPInputError if they cannot exclude ranks."""
         buffers = self.low_latency_buffers()
         if not self.enable_shrink:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import _env
-from .._checks import argument_error, flag, instance, whole_number
+from .._checks import flag, whole_number
 from ..backends.agreement import creation_comm
 from ..comm.communicator import Communicator
 from ..comm.convert import communicator_of
 from ..comm.failure_notice import FailureNotice, making
 from ..config import MAX_SMS, declared_ranks_per_node
 from ..cuda.topology import ranks_per_host
-from ..errors import EPConfigError, EPUnavailableError
+from ..errors import EPConfigError
 from ..network import NetworkOptions
 from ..torch.process_group import communicator
 from .base import BufferState, knows_other_versions
@@ -203,50 +203,10 @@ class Buffer(NormalCalls, LowLatencyCalls):
         """Return an event after the work that the current stream holds now."""
         return EventOverlap(EventHandle())
 
-    def get_local_buffer_tensor(
-        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
-    ) -> torch.Tensor:
-        """Return a tensor without elements. DeepEP returns its memory, which programs set to zero before ranks come back.
-
-        This library needs no such cleaning: `low_latency_clean_mask_buffer` does all of it.
-
-        Args:
-            dtype: The dtype of the tensor.
-            size: Its shape, which has no elements.
-            offset: Accepted without effect.
-            use_rdma_buffer: Must be True, for the low-latency mode.
-
-        Returns:
-            A tensor of `size`, or `[0]`, on the GPU if there is one.
-
-        Raises:
-            EPInputError: If `dtype` is not PyTorch's, or `low_latency_mode` is off.
-            EPUnavailableError: Without `use_rdma_buffer`, or if `size` has elements.
-
-        Example:
-            >>> buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_()
-        """
-        self._state.check_live()
-        instance(dtype, "dtype", torch.dtype, "Pass one.")
-        shape = [0] if size is None else _shape_of(size)
-        if not flag(use_rdma_buffer, "use_rdma_buffer") or 0 not in shape:
-            raise EPUnavailableError(
-                f"get_local_buffer_tensor: use_rdma_buffer={use_rdma_buffer} and size={shape[:4]}; expected True and no elements. "
-                f"Call get_next_low_latency_combine_buffer for rows that combine reads without a copy."
-            )
-        self._state.low_latency_buffers()
-        return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
-
     @property
     def runtime(self) -> Runtime | None:
         """The methods of DeepEP's C++ object. None after `destroy`."""
         return None if self._state.is_destroyed else Runtime(self._state)
-
-
-def _shape_of(size: Any) -> list[int]:
-    if not isinstance(size, (tuple, list)):
-        raise argument_error(size, "size", "a shape such as [0, 128]", "Pass one, or None.")
-    return [whole_number(extent, "size", 0, MOST_BYTES) for extent in size]
 
 
 def ranks_of(group: Any, comm: Any) -> Communicator:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from .._checks import flag, whole_number
+from .._checks import argument_error, flag, instance, whole_number
 from ..buffer import Buffer
 from ..errors import EPInputError, EPUnavailableError
 from ..results import LowLatencyDispatchResult
@@ -236,6 +237,40 @@ class LowLatencyCalls(Calls):
         check_handle(handle, ExpertHandle, "low_latency_dispatch")
         return handle.buffer.get_low_latency_combine_buffer(handle.routing)
 
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """Return a tensor without elements. DeepEP returns its memory, which programs set to zero before ranks come back.
+
+        This library needs no such cleaning: `low_latency_clean_mask_buffer` does all of it.
+
+        Args:
+            dtype: The dtype of the tensor.
+            size: Its shape, which has no elements.
+            offset: Accepted without effect.
+            use_rdma_buffer: Must be True, for the low-latency mode.
+
+        Returns:
+            A tensor of `size`, or `[0]`, on the GPU if there is one.
+
+        Raises:
+            EPInputError: If `dtype` is not PyTorch's, or `low_latency_mode` is off.
+            EPUnavailableError: Without `use_rdma_buffer`, or if `size` has elements.
+
+        Example:
+            >>> buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_()
+        """
+        self._state.check_live()
+        instance(dtype, "dtype", torch.dtype, "Pass one.")
+        shape = [0] if size is None else _shape_of(size)
+        if not flag(use_rdma_buffer, "use_rdma_buffer") or 0 not in shape:
+            raise EPUnavailableError(
+                f"get_local_buffer_tensor: use_rdma_buffer={use_rdma_buffer} and size={shape[:4]}; expected True and no elements. "
+                f"Call get_next_low_latency_combine_buffer for rows that combine reads without a copy."
+            )
+        self._state.low_latency_buffers()
+        return torch.empty(shape, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Exclude a rank from low-latency calls (`mask=True`), or include it again.
 
@@ -274,6 +309,12 @@ class LowLatencyCalls(Calls):
         buffers = self._state.maskable_buffers("low_latency_clean_mask_buffer")
         for rank in buffers.masked_ranks():
             buffers.set_mask(rank, False)
+
+
+def _shape_of(size: Any) -> list[int]:
+    if not isinstance(size, (tuple, list)):
+        raise argument_error(size, "size", "a shape such as [0, 128]", "Pass one, or None.")
+    return [whole_number(extent, "size", 0, MOST_BYTES) for extent in size]
 
 
 def _receive(
