@@ -1213,6 +1213,11 @@ class Buffer(SharedByCopies):
         return Buffer(_Joining(slot, limit_s), max_ranks=max_ranks, rendezvous=rendezvous, **settings)
 
     @property
+    def rank(self) -> int:
+        """The rank of this process. With `max_ranks` it is a slot, and stays the same while others come and go."""
+        return self._rank
+
+    @property
     def members(self) -> tuple[int, ...]:
         """The ranks that have a process, ascending. Without `max_ranks`, these are all.
 

@@ -24,6 +24,7 @@ from .agreement import creation_comm
 from .base import Backend
 
 _ENDED = "its process has ended"
+_SLACK_S = 2.0
 _log = logging.getLogger("deepep_rt")
 
 
@@ -60,7 +61,11 @@ class Members:
     def begin(cls, comm: Communicator | None, joining: Any, place: Any, config: Config, choices: dict[str, Any]) -> Members:
         """Begin with the ranks of `comm`, or alone in a slot if there are none. `choices`: settings that `config` lacks."""
         settings = json.dumps({**config.settings(), **choices}, sort_keys=True, default=str)
-        limits = config.num_ranks, config.timeout_s, settings
+        limits = (
+            config.num_ranks,
+            2 * config.timeout_s + _SLACK_S,
+            settings,
+        )  # a member may have to wait in a call before it votes
         if comm is None:
             rendezvous = Rendezvous(place, None, config.timeout_s)
             return cls.alone(rendezvous, *limits, joining.slot, joining.limit_s or config.timeout_s)

@@ -224,12 +224,17 @@ class FailureNotice:
         """Tell the peers that this rank goes on without some ranks, so that they do not wait for its part of calls with them."""
         self._send(_LOST, ",".join(map(str, ranks)))
 
-    def lost_with(self, error: BaseException | None) -> tuple[int, ...]:
-        """Return the ranks that are lost, ascending. One is the peer of a time-out, unless it has told whom it goes on without."""
+    def lost_with(self, error: BaseException | None, masked: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks that are lost, ascending. Among them are masked ranks and the peer of a time-out, unless they were only silent
+        because they have gone on without others: they have told whom.
+        """
         self.drain()
-        peer = error.peer if isinstance(error, EPTimeoutError) else -1
-        is_silent = peer >= 0 and peer != self._rank and peer not in self._telling
-        return tuple(sorted({*self.lost, *([peer] if is_silent else [])}))
+        silent = {*masked, error.peer if isinstance(error, EPTimeoutError) else -1} - {-1, self._rank}
+        return tuple(sorted({*self.lost, *(silent - self._telling)}))
+
+    def has_gone_on(self, rank: int) -> bool:
+        """Whether a rank has told that it goes on without others: it makes no more calls before all members have agreed on that."""
+        return rank in self._telling
 
     @property
     def lost(self) -> tuple[int, ...]:

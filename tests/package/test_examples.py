@@ -3,9 +3,10 @@
 import importlib.util
 import json
 import re
+import sys
 
 import pytest
-from launch import QUICK_XLA, python_on, run_command, run_example
+from launch import QUICK_XLA, environment, python_on, run_command, run_example
 from paths import ROOT
 
 
@@ -77,6 +78,29 @@ def test_overlap_is_drawn(tmp_path, kind):
 
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+@needs_torch
+def test_elastic_training():
+    """Kill ranks in both passes and between steps. The others go on, and new processes take experts back."""
+    words = sys.executable, "examples/elastic_training.py", "--backend", "host", "--seed", "1", "--steps", "40"
+    first, *changes, last, end = run_command(*words, **environment())[0].splitlines()
+    assert first.startswith("step 1: host, 3 ranks start; members (0, 1, 2), loss ")
+    kills = [found for line in changes if (found := re.search(r"killed \((.+)\), next step finished .+ s later", line))]
+    assert [found[1] for found in kills] == ["forward", "backward", "between steps"]
+    assert sum("started and joined" in line for line in changes) == 3
+    assert int(last.split()[1].rstrip(":")) >= 40
+    assert end == "OK"
+
+
+@needs_torch
+def test_elastic_decode():
+    words = sys.executable, "examples/elastic_decode.py", "--backend", "host", "--seed", "1"
+    *phases, end = run_command(*words, **environment())[0].splitlines()
+    parts = [re.fullmatch(r"(.+): [\d.]+ ms a step, longest pause [\d.]+ ms", line)[1] for line in phases]
+    assert [part.split()[0] for part in parts] == ["host,", "rank", "members", "members", "rank"]
+    assert [part.rpartition(" ")[2] for part in parts] == ["ranks", "masked", "shrink", "admit", "joined"]
+    assert end == "OK"
 
 
 @pytest.mark.full

@@ -344,7 +344,7 @@ class CudaBackend:
 
     def lost_ranks(self) -> tuple[int, ...]:
         """Return the ranks that this one knows to be lost, ascending."""
-        return tuple(sorted({*self._monitor.lost_ranks, *self.masked_ranks()}))
+        return self._monitor.lost_ranks(self.masked_ranks())
 
     def leave_members(self) -> None:
         """Give the memory back, without the other members; see `Buffer.shrink`. Results are lost."""

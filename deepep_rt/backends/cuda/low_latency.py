@@ -26,6 +26,7 @@ from ...kernels.tuning import has_fp8
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from ..base import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyPreparation
 from ..hooks import Hook, HookQueue, Hooks, OwnHooks, check_hook_called, no_dispatch
+from ..inputs import old_routing
 from .monitor import whole_call
 from .repeated_call import RepeatedCall, check_stream
 from .runtime import CudaRuntime, address_of, to_host
@@ -508,7 +509,7 @@ class PreparedLowLatency:
         self._reduce_early, self._monitor = preparation.reduce_early, runtime.monitor
         self._check_peers = self._monitor.check_peers
         self._warn = warn_of_masked_ranks if runtime.config.on_timeout == "mask" else None
-        self._has_dispatched = False
+        self._info, self._dispatched_in = runtime.info, -1  # the value of `info.since` in the last dispatch
         format_, capacity = kernels.row_format(given), runtime.config.num_ranks * given.num_max_tokens
         self._new_handle = new_handle = functools.partial(_new_handle, runtime.info.serial, x, capacity)
 
@@ -553,7 +554,7 @@ class PreparedLowLatency:
         self._hooks.dispatch.check_can_start(self._with_hook)
         if self._warn is not None:
             self._warn()
-        self._has_dispatched = True
+        self._dispatched_in = self._info.since
         if not self._with_hook:
             return self._dispatch.run()
         sent, hook = self._dispatch.send()
@@ -573,8 +574,8 @@ class PreparedLowLatency:
     def combine(self) -> LowLatencyCombineResult:
         """Launch the combine, or its sending half."""
         self._check_peers()
-        if not self._has_dispatched:
-            raise no_dispatch()
+        if self._dispatched_in != self._info.since:
+            raise no_dispatch() if self._dispatched_in < 0 else old_routing()
         if not self._reduce_early:
             self._kernels.check_reduction(False)
         if self._with_hook:

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -263,12 +263,11 @@ class Monitor:
         self.failure_notice.close()
         self.failure_notice, self._error = notice, None
 
-    @property
-    def lost_ranks(self) -> tuple[int, ...]:
-        """The ranks that this one knows to be lost: their processes have ended, or a wait for them has timed out."""
+    def lost_ranks(self, masked: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks that this one knows to be lost: their processes have ended, or a wait for them has timed out."""
         with suppress(EPError):
             self.check_peers()
-        return self.failure_notice.lost_with(self._error)
+        return self.failure_notice.lost_with(self._error, masked)
 
     @property
     def is_broken(self) -> bool:

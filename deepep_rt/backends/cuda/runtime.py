@@ -157,6 +157,7 @@ class CudaRuntime:
         """Let all kernels begin anew, with these members. No work of this GPU may use the memory. Statistics stay."""
         layout, absent = self.layout, [slot for slot in range(self.config.num_ranks) if slot not in members]
         driver.fill(self.state, 0, layout.local.offsets["statistics"])
+        driver.fill(self.state + layout.local.offsets["longest_waits"], 0, layout.local.sizes["longest_waits"])
         self._clear_flags()
         state = np.zeros(1, structs.State.dtype({}))
         state["absent"], state["generation"] = sum(1 << slot for slot in absent), generation

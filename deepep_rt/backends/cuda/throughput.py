@@ -382,6 +382,11 @@ class Throughput(RowMover):
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """Measure how fast rows and copies reach the other ranks; see `Buffer.copy_ceilings`."""
         self.check_support()
+        if len(self._runtime.comm.numbers) < self._config.num_ranks:
+            raise EPUnavailableError(
+                f"copy_ceilings while slots have no process, and members={tuple(self._runtime.comm.numbers)}; expected a process in each. "
+                f"Measure before ranks leave, or with another Buffer"
+            )
         return copy_ceilings(self._runtime, self.num_sms, row_bytes, num_rows, iterations)
 
     def _route_params(self, window: Mapping[str, int], signature: int) -> dict[str, int]:

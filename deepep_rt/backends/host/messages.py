@@ -99,7 +99,7 @@ class MessageChannel:
     @property
     def lost_ranks(self) -> tuple[int, ...]:
         """The ranks that this one knows to be lost: their processes have ended, or a wait for them has timed out."""
-        return tuple(sorted({*self.failure_notice.lost_with(self._failure), *self._masked}))
+        return self.failure_notice.lost_with(self._failure, self.masked)
 
     @property
     def is_broken(self) -> bool:
@@ -288,6 +288,8 @@ class MessageChannel:
             if not masks_silent:
                 self._raise_if_failed(transfers, phase)
             gone = self._gone() if masks_silent else ()
+            if masks_silent and any(self.failure_notice.has_gone_on(t.peer) and not t.is_done() for t in transfers):
+                self._fail(transfers, self.failure_notice.error(self.failure_notice.lost[0], phase, self._call_idx))
             if now > start + self._timeout_s or gone:
                 silent = [
                     t for t in transfers if (now > alive_at[t.peer] + self._timeout_s or t.peer in gone) and not t.is_done()
