@@ -273,7 +273,8 @@ class Membership:
                 if slot in votes and slot not in out and not votes[slot].leaves
             }
         added = self._admitted(now, staying) if any(vote.admits for vote in votes.values()) else {}
-        if not staying or (staying == now.processes and not added):
+        is_empty = not staying and not any(vote.leaves for vote in votes.values())
+        if is_empty or (staying == now.processes and not added):
             return replace(now, change=number, voted=voted)
         left_out = tuple(process for slot, process in now.processes.items() if slot not in staying)
         return Roster(now.generation + 1, number, voted, number, {**staying, **added}, left_out)

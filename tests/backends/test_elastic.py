@@ -219,3 +219,9 @@ def test_wrong_arguments(address: str) -> None:
 def test_random_kills_and_joins(seed: int) -> None:
     words = str(PROGRAMS / "elastic.py"), "--rounds", "6", "--seed", str(seed)
     assert "OK" in run_command(sys.executable, *words, limit_s=120, **environment())[0]
+
+
+def test_all_members_leave(address: str) -> None:
+    ranks = Ranks(address, 2)
+    assert ranks.on((0, 1), lambda b: b.shrink([b.rank])) == [()] * 2
+    assert all(buffer.is_asleep for buffer in ranks.buffers.values())
