@@ -106,14 +106,24 @@ class Members:
 
     def shrink(self, backend: Backend, lost: Iterable[int]) -> None:
         """Go on without some members. Collective over the others."""
-        given_up = {*lost, *self._ended} - {self._membership.slot}
-        if given_up and backend.call_lock.notice is not None:
-            backend.call_lock.notice.give_up(sorted(given_up))
+        slots = {*lost, *self._ended} - {self._membership.slot}
+        if slots and backend.call_lock.notice is not None:
+            backend.call_lock.notice.give_up(sorted(slots))
+        given_up = self._processes_in(slots)
         while True:
-            if self._membership.change(lost=given_up & set(self.slots)):
+            if self._membership.change(lost=self._slots_of(given_up)):
                 self._settle(backend, given_up)
-            if self._membership.has_voted and not given_up & set(self.slots):
+            if self._membership.has_voted and not self._slots_of(given_up):
                 return
+
+    def _processes_in(self, slots: Iterable[int]) -> set[str]:
+        """Return the names of the processes in slots: another process may take a slot later."""
+        processes = self._membership.roster.processes
+        return {processes[slot] for slot in slots if slot in processes}
+
+    def _slots_of(self, processes: set[str]) -> set[int]:
+        """Return the slots that some processes have now."""
+        return {slot for slot, process in self._membership.roster.processes.items() if process in processes}
 
     def leave(self, backend: Backend) -> None:
         """Leave the members, who go on, and give the memory back. Collective over them: the others call `shrink`."""
@@ -152,7 +162,7 @@ class Members:
             self._membership.go("it has destroyed its Buffer")
         self.rendezvous.close()
 
-    def _settle(self, backend: Backend, given_up: set[int], aborts: bool = True) -> None:
+    def _settle(self, backend: Backend, given_up: set[str], aborts: bool = True) -> None:
         """Begin the generation that the members have agreed on, or a later one. `given_up` gets those that are lost on the way."""
         while True:
             comm, progress = self.communicator(), backend.call_lock.progress
@@ -166,11 +176,12 @@ class Members:
             except EPTimeoutError as error:
                 notice.close()
                 aborts = True
-                given_up |= {*getattr(error, "ranks", ()), error.peer, *self._ended} - {-1, self._membership.slot}
-                if not given_up & set(self.slots):
+                lost = {*getattr(error, "ranks", ()), error.peer, *self._ended} - {self._membership.slot}
+                given_up |= self._processes_in(lost)
+                if not self._slots_of(given_up):
                     raise
                 _log.warning("a member was lost while the members changed: %s", error)
-                while given_up & set(self.slots) and not self._membership.change(lost=given_up & set(self.slots)):
+                while self._slots_of(given_up) and not self._membership.change(lost=self._slots_of(given_up)):
                     pass
                 continue
             self._follow(backend.lose)
