@@ -35,7 +35,7 @@ from deepep_rt.comm.store_client import StoreClient
 from deepep_rt.comm.store_server import StoreServer
 from deepep_rt.errors import EPEvictedError
 
-FULL, SEED = int(os.environ.get("MEMBERSHIP_RUNS", "4000")), int(os.environ.get("MEMBERSHIP_SEED", "0"))
+FULL, SEED = int(os.environ.get("MEMBERSHIP_RUNS", "1000")), int(os.environ.get("MEMBERSHIP_SEED", "0"))
 NAME, TIMEOUT_S, OPERATION_S = "buffer", 0.5, 1e-4
 ROSTER = f"{NAME}/roster"
 METHODS = ("set", "get", "check", "delete_key", "add", "compare_set")

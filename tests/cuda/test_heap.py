@@ -46,7 +46,7 @@ def test_a_rank_dies_while_ranks_share_memory(steps: tuple[str, ...], tmp_path: 
     assert passed <= set(done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [8, pytest.param(40, marks=pytest.mark.full)])
 def test_slots_whose_processes_come_and_go(rounds: int) -> None:
     """Members that are killed, given up or new. None reaches memory of a generation that it is no member of, and nothing stays."""
     out, _ = run_command(sys.executable, PROGRAMS / "heap_slots.py", 1, rounds, limit_s=60 + 4 * rounds, **environment())

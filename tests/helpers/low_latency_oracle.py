@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -120,6 +120,7 @@ def expected_combine(
     answering: Collection[int] | None = None,
     named: np.ndarray | None = None,
     compress: str | None = None,
+    received: Mapping[int, Collection[int]] | None = None,
 ) -> np.ndarray:
     """Work out what rank `rank` gets back, `[num_tokens, hidden]` bfloat16.
 
@@ -133,14 +134,15 @@ def expected_combine(
         answering: The ranks that are not masked in the combine; None: as in the dispatch.
         named: `[num_tokens, num_topk]` bool, the choices that combine names; with `reduce_early`, all or none of one rank. None: all.
         compress: The form of rows on the way.
+        received: The ranks whose rows a rank has got in the dispatch, where that is not the same for all. Default: `live`.
     """
-    mine, num_ranks = all_inputs[rank], len(all_inputs)
+    mine, num_ranks, received = all_inputs[rank], len(all_inputs), received or {}
     live = range(num_ranks) if live is None else live
     answering = live if answering is None else [peer for peer in live if peer in answering]
     each = num_experts // num_ranks
     expert_slot: dict[tuple[int, int], tuple[int, int, int]] = {}  # (token, choice) -> expert rank, local expert, row
     for peer in answering:
-        for expert, entries in enumerate(_entries_of(peer, all_inputs, each, live)):
+        for expert, entries in enumerate(_entries_of(peer, all_inputs, each, received.get(peer, live))):
             for row, (source, token, k) in enumerate(entries):
                 if source == rank:
                     expert_slot[token, k] = peer, expert, row

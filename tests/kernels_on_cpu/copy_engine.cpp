@@ -31,9 +31,12 @@ Mbarrier& mbarrier_at(uint32_t address) { return *reinterpret_cast<Mbarrier*>(dy
 
 void check(const void* global, uint32_t shared, uint32_t num_bytes) {
   if ((reinterpret_cast<uint64_t>(global) | shared | num_bytes) % 16 != 0) fail("a bulk copy is not in pieces of 16 bytes");
+  if (num_bytes) touch(global), touch(static_cast<const char*>(global) + num_bytes - 1);
 }
 
 }  // namespace
+
+void forget_bulk_copies() { groups_of.clear(); }
 
 void mbarrier_init(uint32_t barrier, int num_arrivals) {
   step(true);

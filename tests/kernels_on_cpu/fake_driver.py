@@ -17,10 +17,10 @@ from cuda.bindings import driver as cuda
 
 from deepep_rt import EPOutOfMemoryError
 from deepep_rt.arrays import frameworks
-from deepep_rt.backends import agreement, factory, path_choice
+from deepep_rt.backends import agreement, factory, members, path_choice
 from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import monitor, network_memory, runtime
-from deepep_rt.comm import convert
+from deepep_rt.comm import convert, failure_notice
 from deepep_rt.config import Config
 from deepep_rt.cuda import driver, stream_tracking, topology, transport
 from deepep_rt.cuda.stream_tracking import StreamMemory
@@ -32,6 +32,7 @@ from deepep_rt.network import Choice
 from . import compiler
 from .device_arrays import DeviceArray, DeviceArrays, callers_stream
 from .gpus import Gpus, KernelLaunch, Stream
+from .slots import Members, Pages, SlotBuffers
 
 
 def _path_of(config: Config) -> Choice:
@@ -64,6 +65,9 @@ class FakeDriver:
         self.network: list[int] = []  # and of offset 0 of their network memory
         self.transport = "nvshmem"  # between nodes
         self.can_sleep = False  # the memory of the Buffers that are being made
+        self.slots: SlotBuffers | None = None  # that are being made
+        self.pages: list[Pages] = []  # of all Buffers with slots
+        self.recorded: list[tuple[int, KernelLaunch]] | None = None  # launches, and their streams
         self.numbers = itertools.count(1000)  # of streams and events
         self.events: dict[int, tuple[Stream, int]] = {}
         self._archs, self._cuda_src, self._weak_memory = archs, cuda_src, weak_memory
@@ -92,6 +96,7 @@ class FakeDriver:
             monitor,
             runtime,
             cuda_backend,
+            failure_notice,
         ):  # limits count the time of the simulated GPUs, so that a busy machine changes nothing
             patch(module, "time", clock)
         patch(runtime, "LocalHeap", functools.partial(_LocalHeap, gpus=self.gpus))
@@ -99,10 +104,12 @@ class FakeDriver:
         patch(jit_compiler, "target_arch", lambda: self._archs[self.current_rank])
         patch(jit_compiler, "gpu_context", lambda: id(self))
         patch(launch, "_local_launcher", functools.cache(launch._local_launcher.__wrapped__))
-        patch(cuda_backend, "choose_device", lambda comm, *_: comm.Get_rank())
+        patch(cuda_backend, "_dropped", [])  # Buffers of other machines have no GPU any more
+        patch(cuda_backend, "choose_device", lambda comm, *_: comm.numbers[comm.Get_rank()])
+        patch(members, "Members", Members)
         patch(stream_tracking, "StreamMemory", _LastingMemory)
         allocator = SimpleNamespace(
-            allocate=functools.partial(_SymmetricMemory, self),
+            allocate=self._allocate,
             check_available=lambda: None,
             check_sharing=lambda numbers: None,
             is_shared=lambda comm: False,
@@ -138,7 +145,7 @@ class FakeDriver:
             "wait_stream": self._wait_stream,
             "synchronize": self._synchronize,
             "synchronize_all": lambda: None,
-            "end_of_work": lambda: _Event(self, 0),
+            "end_of_work": functools.partial(_EndOfWork, self),
             "write_int32_now": lambda ptr, value: ctypes.memmove(ptr, ctypes.byref(ctypes.c_int32(value)), 4),
             "fill": lambda ptr, byte, num_bytes: ctypes.memset(ptr, byte, num_bytes),
             "copy_async": self._copy,
@@ -158,6 +165,9 @@ class FakeDriver:
         number = next(self.numbers)
         self.gpus.streams[number] = Stream(self.current_rank)
         return number
+
+    def _allocate(self, comm: Any, request: MemoryRequest) -> Any:
+        return _SymmetricMemory(self, comm, request) if request.num_slots is None else _SlotMemory(self, comm, request)
 
     def _wait_event(self, stream: int, event: int) -> None:
         other, position = self.events[event]
@@ -186,6 +196,8 @@ class FakeDriver:
         shape = config.gridDimX, config.blockDimX, config.sharedMemBytes
         work = KernelLaunch(kernel.name, address(), params, *shape, may_overlap=config.numAttrs > 0)
         self.stream(int(config.hStream)).append(work)
+        if self.recorded is not None:
+            self.recorded.append((int(config.hStream) or callers_stream(self.current_rank), work))
         return (cuda.CUresult.CUDA_SUCCESS,)
 
 
@@ -204,6 +216,16 @@ class _Event:
 
     def synchronize(self) -> None:
         self._fake.wait(self.done)
+
+
+class _EndOfWork:
+    """The end of all work that is queued on the GPU of the current rank."""
+
+    def __init__(self, fake: FakeDriver) -> None:
+        self._ends = [(one, one.num_queued) for one in fake.gpus.streams.values() if one.gpu == fake.current_rank]
+
+    def done(self) -> bool:
+        return all(stream.num_done >= position for stream, position in self._ends)
 
 
 class _Context:
@@ -231,7 +253,7 @@ class _LocalHeap:
     """Memory of one rank that loses its contents while it sleeps. It lives as long as the machine."""
 
     def __init__(self, gpus: Gpus) -> None:
-        self._gpus, self._parts, self.free = gpus, list[tuple[int, int]](), lambda: None
+        self._gpus, self._parts, self.free, self.is_mapped = gpus, list[tuple[int, int]](), lambda: None, True
 
     def allocate(self, num_bytes: int) -> int:
         ptr = self._gpus.allocate(num_bytes)
@@ -241,8 +263,10 @@ class _LocalHeap:
     def sleep(self) -> None:
         for part in self._parts:
             _lose(*part)
+        self.is_mapped = False
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        self.is_mapped = True
 
 
 def _allocate(fake: FakeDriver, num_bytes: int) -> list[int]:
@@ -299,3 +323,36 @@ class _SymmetricMemory:
         _lose(self.ptr + offset, self.segments.pop(offset))
 
     def free(self) -> None: ...  # peers may still write there, so it lives as long as the machine
+
+
+class _SlotMemory(_SymmetricMemory):
+    """Symmetric memory of one rank of a Buffer with slots."""
+
+    def __init__(self, fake: FakeDriver, comm: Any, request: MemoryRequest) -> None:
+        assert fake.slots is not None
+        assert request.num_slots is not None
+        self._gpus, self._slot, slots = fake.gpus, comm.numbers[comm.Get_rank()], fake.slots
+        self.is_local, self.heap, self.segments, self.can_grow = True, self, {}, True
+        self._num_bytes = request.num_bytes
+        if slots.pages is None:
+            slots.pages = Pages(fake.gpus, request.num_slots, request.num_bytes + _ROOM)
+            slots.pages.renew(comm.numbers)
+            fake.pages.append(slots.pages)
+        self._pages = slots.pages
+        self.peers = self.addresses = tuple(self._pages.addresses(self._slot))
+        self.ptr = self.network_base = self.peers[self._slot]
+        self.network_ids = [fake.gpus.network_id(slot) for slot in range(request.num_slots)]
+        self.wake(comm, 0.0)
+
+    def sleep(self) -> None:
+        self._pages.map(self._slot, ())
+        self.is_mapped = False
+
+    def wake(self, comm: Any, timeout_s: float) -> None:
+        self._pages.map(self._slot, comm.numbers)
+        self.is_mapped = True
+
+    def replace(self, comm: Any, timeout_s: float) -> None:
+        assert not self._gpus.is_busy(self._slot), "work of a GPU still uses its memory"
+        self.sleep()
+        self.wake(comm, timeout_s)

@@ -107,6 +107,22 @@ class Gpus:
         self._lib.gpu_share(gpu, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
         self._lib.gpu_symmetric(allocation, gpu, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
 
+    def own(self, gpu: int, ptr: int, num_bytes: int) -> None:
+        """Tell the scheduler that memory belongs to a GPU. Others may reach it at other addresses too."""
+        self._lib.gpu_share(gpu, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
+
+    def is_busy(self, gpu: int) -> bool:
+        """Return whether work is queued on a GPU."""
+        return any(stream.queue for stream in self.streams.values() if stream.gpu == gpu)
+
+    def stop(self, gpu: int) -> None:
+        """Stop the kernels of a GPU wherever they are, and drop the work that is queued."""
+        self._lib.gpu_stop(gpu)
+        for stream in self.streams.values():
+            if stream.gpu == gpu:
+                while stream.queue:
+                    stream.pop()
+
     def network_id(self, gpu: int) -> int:
         """Return NVSHMEM's number of a rank."""
         return self._lib.gpu_first_pe() + gpu

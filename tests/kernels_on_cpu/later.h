@@ -6,4 +6,7 @@ namespace cpu_gpu {
 
 void later(std::function<void()> work);
 
+// Forgets the copies of all threads. Threads that end have no copies left, but those of a run that is dropped may.
+void forget_bulk_copies();
+
 }  // namespace cpu_gpu

@@ -8,6 +8,8 @@
 As on a GPU, calls only queue work. `run` runs the work of all streams and ranks together, in an order that the seed decides. The memory of
 the GPUs is memory of this process, so a test can read results after `run`.
 
+With `members=` in `buffers`, Buffers have slots, and only these ranks have one. `change_members` begins a generation.
+
 With `ranks_per_node=` in `buffers`, ranks of other nodes have no address. A hostile network (network.cpp) carries what kernels put.
 """
 
@@ -17,35 +19,26 @@ import gc
 import random
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_gpu import FakeCommunicator
 
 from deepep_rt import Buffer, EPError
+from deepep_rt.comm.failure_notice import FailureNotice
 
 from . import relays
 from .device_arrays import DeviceArray, array_at
 from .fake_driver import FakeDriver
-from .gpus import Deadlock, Gpus
+from .gpus import Deadlock, Gpus, KernelLaunch
 from .host_program import HostProgram
+from .slots import Rank, SlotBuffers
 
 _MAX_IDLE_PAUSES = 100
-
-
-class _Rank(FakeCommunicator):
-    """The communicator of one rank. All ranks send the same values."""
-
-    def __init__(self, num_ranks: int, rank: int) -> None:
-        super().__init__(num_ranks)
-        self._rank = rank
-
-    def Get_rank(self) -> int:
-        return self._rank
 
 
 class Machine(AbstractContextManager):
@@ -85,6 +78,7 @@ class Machine(AbstractContextManager):
         self._driver.transport, self._driver.can_sleep = transport, can_sleep
         self._num_idle_pauses = 0  # of the host, since work was queued
         self._buffers: list[Buffer] = []
+        self._stopped, self._timeout_s = set[int](), 1.0
         self._patches = pytest.MonkeyPatch()
 
     def __enter__(self) -> Machine:
@@ -99,10 +93,14 @@ class Machine(AbstractContextManager):
         else:  # objects of the failed calls must be freed while the fake driver is there, and the error must not need the GPUs' memory
             error.args = tuple(str(part) if isinstance(part, np.ndarray) else part for part in error.args)
             traceback.clear_frames(trace)
+            for buffer in self._buffers:
+                buffer._backend = None  # the test that has failed may hold the Buffer longer than there are GPUs
             self._buffers.clear()
             gc.collect()
         self._patches.undo()
         self._gpus.close()
+        for pages in self._driver.pages:
+            pages.free()
 
     @property
     def launched(self) -> list[str]:
@@ -114,22 +112,117 @@ class Machine(AbstractContextManager):
         """The names of kernels, and of those that started before them had ended."""
         return self._gpus.overlapped
 
-    def buffers(self, **sizes: Any) -> list[Buffer]:
-        """Make a Buffer for each rank."""
+    def buffers(self, *, members: Sequence[int] | None = None, **sizes: Any) -> Any:
+        """Make a Buffer for each rank. With `members`, make Buffers with slots for these ranks, and leave the others absent."""
         self._driver.symmetric = []
-        made = []
-        for rank in range(self.num_ranks):
-            self._driver.current_rank = rank
-            made.append(Buffer(_Rank(self.num_ranks, rank), **{"timeout_s": 1.0, "check_inputs": False, **sizes}))
-            self._gpus.clock_step_ns = made[-1].config.timeout_s * 1e9 / 8
-        if not self._buffers:  # the only Buffer of each rank; the library sees the Buffers of all ranks in one process
-            for buffer in made:
-                buffer._backend.runtime.allow_overlap(True)
-        self._buffers += made
+        if members is not None:
+            slots = SlotBuffers(self.num_ranks, sizes)
+            for slot in members:
+                slots[slot] = self._member(slots, slot, members)
+            return self._with_overlap(slots)
+        made = [self._buffer(Rank(range(self.num_ranks), rank), **sizes) for rank in range(self.num_ranks)]
+        self._with_overlap(made)
         assert made[0].config.transport == self._driver.transport or not made[0].config.has_network
         if made[0].config.has_relay:
             relays.connect(self._gpus, next(self._driver.numbers), made, self.first_put)
         return made
+
+    def _buffer(self, comm: Rank, **sizes: Any) -> Buffer:
+        self._driver.current_rank = comm.numbers[comm.Get_rank()]
+        made = Buffer(comm, **{"timeout_s": 1.0, "check_inputs": False, **sizes})
+        self._timeout_s, self.timeout_steps = made.config.timeout_s, 8
+        return made
+
+    def _member(self, slots: SlotBuffers, slot: int, members: Sequence[int]) -> Buffer:
+        self._driver.slots = slots
+        return self._buffer(Rank(members, slot), max_ranks=self.num_ranks, **slots.sizes)
+
+    def _with_overlap(self, made: Any) -> Any:
+        """Let kernels overlap, if these are the only Buffers: the library sees the Buffers of all ranks in one process."""
+        for buffer in made if not self._buffers else ():
+            if buffer is not None:
+                buffer._backend.runtime.allow_overlap(True)
+        self._buffers += [buffer for buffer in made if buffer is not None]
+        return made
+
+    def change_members(
+        self, slots: SlotBuffers, members: Sequence[int], *, aborts: bool = True, leaving: Sequence[int] = ()
+    ) -> None:
+        """Begin a generation with other members, as `Buffer.shrink` does, or with `aborts=False` as `Buffer.admit`.
+
+        Ranks that are left out still have the memory of before. Those in `leaving` give theirs back, and come back with the same Buffer if
+        they are members again. Other new members make a Buffer.
+        """
+        assert slots.pages is not None
+        old, slots.generation = slots.members, slots.generation + 1
+        for slot in leaving:
+            self._driver.current_rank = slot
+            slots.resting[slot] = slots[slot]
+            slots[slot]._backend.leave_members()
+        for slot in members:
+            if slot in slots.resting:
+                slots[slot] = slots.resting.pop(slot)
+            elif slot not in old:
+                slots.pages.renew([slot])  # it joins alone
+                slots[slot] = self._member(slots, slot, [slot])
+                slots[slot]._backend.runtime.allow_overlap(True)
+                self._buffers.append(slots[slot])
+        slots.pages.renew(members)
+        for slot in members:
+            self._driver.current_rank = slot
+            buffer, comm = slots[slot], Rank(members, slot)
+            progress = buffer._call_lock.progress
+            progress.num_made, progress.name = 0, ""
+            with buffer._call_lock.changing_members():
+                buffer._backend.change_members(comm, FailureNotice(comm, progress), slots.generation, aborts)
+            buffer._members.change(comm, slots.generation)
+        for slot in set(old) - set(members):
+            slots[slot] = None
+
+    def stop(self, rank: int, *, kernels: bool = True) -> None:
+        """Let the process of a rank end: its kernels stop wherever they are, and its host makes no more calls. Without `kernels`, the
+        work that is queued goes on.
+        """
+        self._stopped.add(rank)
+        if kernels:
+            self._gpus.stop(rank)
+
+    def start(self, rank: int) -> None:
+        """Let a rank that has ended have a new process."""
+        self.stop(rank)
+        self._stopped.discard(rank)
+
+    @property
+    def timeout_steps(self) -> int:
+        """The steps of the clock until a wait times out."""
+        return round(self._timeout_s * 1e9 / self._gpus.clock_step_ns)
+
+    @timeout_steps.setter
+    def timeout_steps(self, number: int) -> None:
+        self._gpus.clock_step_ns = self._timeout_s * 1e9 / number
+
+    @property
+    def clock_s(self) -> float:
+        """The time of the simulated GPUs, which passes only while all threads wait."""
+        return self._gpus.clock_s
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[tuple[int, KernelLaunch]]]:
+        """Record the launches in this block, which run too, as a captured graph has them."""
+        self._driver.recorded = launches = []
+        try:
+            yield launches
+        finally:
+            self._driver.recorded = None
+
+    def rank_of(self, launch: tuple[int, KernelLaunch]) -> int:
+        """Return the rank that has made a recorded launch."""
+        return self._driver.stream(launch[0]).gpu
+
+    def replay(self, launches: list[tuple[int, KernelLaunch]]) -> None:
+        """Queue recorded launches with the same Params."""
+        for stream, launch in launches:
+            self._driver.stream(stream).append(replace(launch, grid=0))
 
     def cut(self, source: int | None = None, target: int | None = None, *, in_flight: bool = True) -> None:
         """Lose all that `source` sends to `target` over the network from now on; None: all ranks. `in_flight`: also what is under way."""
@@ -163,20 +256,38 @@ class Machine(AbstractContextManager):
         while self._gpus.advance(1 << 20):
             pass
 
-    def each_rank(self, program: Callable[[int], Any]) -> list[Any]:
-        """Run `program(rank)` for all ranks. While one waits on the host for its GPU, the other ranks and the GPUs go on."""
-        programs = [HostProgram(rank, program) for rank in range(self.num_ranks)]
+    def advance(self, num_turns: int) -> None:
+        """Run queued work for some turns of the scheduler."""
+        self._gpus.advance(num_turns)
+
+    def each_rank(
+        self,
+        program: Callable[[int], Any],
+        ranks: Sequence[int] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """Run `program(rank)` for all ranks, or some. While one waits on the host for its GPU, the other ranks and the GPUs go on.
+
+        `meanwhile` is called again and again, and may stop a rank, whose result is None then. With it, GPUs may still work at the end.
+        """
+        programs = [HostProgram(rank, program) for rank in (range(self.num_ranks) if ranks is None else ranks)]
         try:
             while not all(one.has_ended for one in programs):
                 for one in programs:
                     self._driver.current_rank = one.rank
-                    one.resume()
+                    if one.rank in self._stopped:
+                        one.end()
+                    else:
+                        one.resume()
+                if meanwhile is not None:
+                    meanwhile()
                 self._gpus.advance(2 ** self._random.randrange(12))
-            self.run()
+            if meanwhile is None:
+                self.run()
         finally:
             for one in programs:
                 one.end()
-        return [one.result() for one in programs]
+        return [None if one.rank in self._stopped else one.result() for one in programs]
 
     def _pause(self) -> None:
         """Let other ranks and the GPUs go on while the host waits."""

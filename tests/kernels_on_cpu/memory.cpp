@@ -71,6 +71,7 @@ void deliver_all(Which which) {
 
 void send(void* to, const void* from, unsigned num_bytes) {
   const Thread& t = *running;
+  touch(to);
   for (unsigned at = 0; at < num_bytes; at += 8) {
     Store s = {static_cast<char*>(to) + at,
                {},

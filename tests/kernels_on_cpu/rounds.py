@@ -20,6 +20,7 @@ from deepep_rt.kernels import source as sources
 
 from .device_arrays import DeviceArray, array_at, callers_stream
 from .machine import Machine
+from .slots import config_of, members_of
 
 LOW_LATENCY = dict(num_max_tokens_per_rank=4, hidden=256, num_topk=2, num_experts=4, low_latency=True, low_latency_sms=2)
 COMPRESSED = dict(num_max_tokens_per_rank=24, hidden=640, num_topk=2, num_experts=6, num_sms=2)
@@ -53,6 +54,37 @@ def assert_same(got, want):
     assert (got.view(np.uint8) == want.view(np.uint8)).all(), np.argwhere(got != want)[:4]
 
 
+class Members:
+    """The ranks of a round. Absent slots have no tokens, and the oracle sees -1 where calls name their experts."""
+
+    def __init__(self, machine, buffers):
+        self._put, self.ranks = machine.put, members_of(buffers)
+        self._named = []  # choices with -1, and as calls name them
+
+    def row(self, row):
+        """Return the row for these ranks."""
+        return replace(row, changed=functools.partial(self._change, row.changed))
+
+    def _change(self, change, one, rank, ranks, each):
+        if change is not None:
+            change(one, rank, ranks, each)
+        if rank not in self.ranks:
+            one.x, one.topk_idx, one.topk_weights = one.x[:0], one.topk_idx[:0], one.topk_weights[:0]
+            one.scales = None if one.scales is None else one.scales[:0]
+            return
+        named = one.topk_idx
+        one.topk_idx = np.where(np.isin(named // each, self.ranks), named, -1).astype(named.dtype)
+        self._named.append((one.topk_idx, named))
+
+    def given(self, array):
+        """Return an array as calls get it."""
+        return next((named for known, named in self._named if known is array), array)
+
+    def put(self, rank, array):
+        """Copy an argument of a call to the memory of a rank's GPU."""
+        return self._put(rank, self.given(array))
+
+
 class LowLatencyRound:
     """A dispatch and a combine of all ranks. `dispatch`, `receive`, `combine` and `finish` queue work, and `check` compares the results.
 
@@ -65,7 +97,8 @@ class LowLatencyRound:
     """
 
     def __init__(self, machine, buffers, seed, calling=None, format=None, compress=None, **options):
-        self.machine, self.buffers, config = machine, buffers, buffers[0].config
+        self.machine, self.buffers, config = machine, buffers, config_of(buffers)
+        self.members = Members(machine, buffers)
         row = drawn("low_latency", seed, config.num_max_tokens_per_rank)
         how = replace(row.sums[0], compress=compress)
         if "reduce" in options:
@@ -74,13 +107,13 @@ class LowLatencyRound:
             options["early"] = (options.pop("early"),)
         if format is not None:
             options |= dict(options={"use_fp8": True, **format}, dtype="bfloat16", scales=0, changed=None)
-        row = replace(row, sums=(how,), **options)
+        row = self.members.row(replace(row, sums=(how,), **options))
         self.round, self.num_ranks = row.start(config), config.num_ranks
         self.inputs, self.y = self.round.inputs, self.round.outputs(how)
-        self.calling = range(self.num_ranks) if calling is None else calling
+        self.calling = self.members.ranks if calling is None else calling
 
     def _put(self, rank):
-        return functools.partial(self.machine.put, rank)
+        return functools.partial(self.members.put, rank)
 
     def dispatch(self):
         for rank in self.calling:
@@ -97,6 +130,10 @@ class LowLatencyRound:
     def finish(self):
         for rank in self.round.back:
             self.round.finish(rank)
+
+    def run(self, rank):
+        """Make all calls of one rank."""
+        self.round.call(self.buffers[rank], rank, self._put(rank))
 
     def all(self):
         for step in (self.dispatch, self.receive, self.combine, self.finish):
@@ -144,7 +181,7 @@ def compressed_low_latency_rounds(machine, buffers, seed, count, kinds=("fp8", N
 def overlapped_rounds(machine, buffers, seed, count):
     """Queue rounds with other rounds between a call and its hook, and with as many open hooks as allowed."""
     rounds = [LowLatencyRound(machine, buffers, 100 * seed + i, hooks=True) for i in range(count)]
-    distance = buffers[0].config.num_slots - 1
+    distance = config_of(buffers).num_slots - 1
     for i in range(count + 2 * distance):
         for step, made in ((0, "dispatch"), (distance, "receive"), (distance, "combine"), (2 * distance, "finish")):
             if 0 <= i - step < count:
@@ -166,14 +203,20 @@ class PreparedRound(LowLatencyRound):
         drawn = dict(skip_probability=0.1, idx_dtype="int64")
         super().__init__(machine, buffers, seed, tokens=lambda rank: 3, drawn=drawn, **options)
         self.steps = steps or {rank: self._prepare(rank) for rank in preparing}
-        self.calling = [rank for rank in range(self.num_ranks) if rank not in self.steps]
+        self.calling = [rank for rank in self.members.ranks if rank not in self.steps]
         for rank, (_, arrays) in self.steps.items():
             for array, values in zip(arrays, self._arrays(rank), strict=True):
                 array_at(array.ptr, array.shape, array.dtype)[...] = values
 
     def _arrays(self, rank):
         mine = self.inputs[rank]
-        return [mine.x, mine.topk_idx, mine.topk_weights, self.y[rank], *([] if mine.scales is None else [mine.scales])]
+        return [
+            mine.x,
+            self.members.given(mine.topk_idx),
+            mine.topk_weights,
+            self.y[rank],
+            *([] if mine.scales is None else [mine.scales]),
+        ]
 
     def _prepare(self, rank):
         row, arrays = self.round.row, [self.machine.put(rank, values) for values in self._arrays(rank)]
@@ -209,13 +252,13 @@ class ThroughputRound:
     """A dispatch, perhaps another one with its handle, and combines of all ranks. `fixed`: what of the row is not random."""
 
     def __init__(self, machine, buffers, seed, layout="token", **fixed):
-        self._machine, self._buffers, config = machine, buffers, buffers[0].config
+        self.members, self._buffers, config = Members(machine, buffers), buffers, config_of(buffers)
         row = drawn(layout, seed, config.num_max_tokens_per_rank, dtypes=["bfloat16"], scales=[0], **fixed)
-        self.round = row.start(config)
+        self.round = self.members.row(row).start(config)
         self.inputs = self.round.inputs
 
     def run(self, rank):
-        self.round.call(self._buffers[rank], rank, functools.partial(self._machine.put, rank))
+        self.round.call(self._buffers[rank], rank, functools.partial(self.members.put, rank))
 
     def check(self):
         for rank in self.round.sent:
@@ -224,7 +267,7 @@ class ThroughputRound:
 
 def run_rounds(machine, rounds):
     """Run rounds of all ranks in turn, and compare their results."""
-    machine.each_rank(lambda rank: [made.run(rank) for made in rounds])
+    machine.each_rank(lambda rank: [made.run(rank) for made in rounds], rounds[0].members.ranks)
     for made in rounds:
         made.check()
 

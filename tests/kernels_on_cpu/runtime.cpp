@@ -113,6 +113,7 @@ struct Random {
 
 Random rng{1};
 std::vector<std::unique_ptr<Grid>> grids;
+std::vector<std::unique_ptr<Grid>> stopped;  // of processes that have ended: bulk copies on their way still use their memory
 std::vector<Gpu> gpus;
 std::vector<Warp*> runnable;
 std::vector<int> finished;
@@ -556,10 +557,14 @@ extern "C" {
 void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
   reset_memory(is_weak);
   rng.state = seed;
-  for (auto& grid : grids) {
-    for (auto& block : grid->blocks) free_stacks[grid->num_threads].push_back(block->stacks);
+  for (auto* held : {&grids, &stopped}) {
+    for (auto& grid : *held) {
+      for (auto& block : grid->blocks) free_stacks[grid->num_threads].push_back(block->stacks);
+    }
+    held->clear();
   }
-  grids.clear(), runnable.clear(), finished.clear(), pending.clear(), error.clear();
+  forget_bulk_copies();
+  runnable.clear(), finished.clear(), pending.clear(), error.clear();
   gpus.assign(num_gpus, Gpu());
   now = 1 + rng.below(1u << 30), turn = 0, idle_steps = 0;
   most_steps = 1 << rng.below(8), most_yields = 1 << rng.below(8);
@@ -579,6 +584,25 @@ int gpu_start(int gpu, const char* name, void (*kernel)(const void*), const void
   grid->num_blocks = grid->blocks_left = num_blocks, grid->num_threads = num_threads, grid->dynamic_bytes = dynamic_bytes;
   grids.push_back(std::move(grid));
   return grids.back()->id;
+}
+
+// Stops the kernels of a GPU wherever they are, as the end of its process does. What they have stored still arrives.
+void gpu_stop(int gpu) {
+  for (size_t i = 0; i < grids.size();) {
+    if (grids[i]->gpu != gpu) {
+      ++i;
+      continue;
+    }
+    for (auto& block : grids[i]->blocks) {
+      for (Warp& w : block->warps) {
+        if (w.index >= 0) remove_runnable(w);
+      }
+      --gpus[gpu].busy;
+    }
+    stopped.push_back(std::move(grids[i]));
+    std::swap(grids[i], grids.back());
+    grids.pop_back();
+  }
 }
 
 // Whether all blocks of a grid allow the next one to start, or have ended.

@@ -75,6 +75,9 @@ float from_e4m3(uint32_t bits);
 void launch_dependents();
 void wait_for_predecessor();
 
+// Reports an error if a byte is in no memory of a GPU. Stores that happen later call this first, while their thread runs.
+inline void touch(const void* p) { *static_cast<const volatile char*>(p); }
+
 // Whether memory belongs to the running thread alone. Stores there show no other thread that something has happened.
 bool is_on_own_stack(const void* p);
 
