@@ -16,7 +16,10 @@ import sys
 import tempfile
 import time
 
-import torch
+try:
+    import torch
+except ImportError:
+    sys.exit(f"{sys.argv[0]} needs torch: pip install torch")
 
 from deepep_rt import Buffer
 from deepep_rt.torch import communicator

@@ -11,10 +11,14 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 
-import torch
+try:
+    import torch
+except ImportError:
+    sys.exit(f"{sys.argv[0]} needs torch: pip install torch")
 
 from deepep_rt import Buffer, EPPeerLostError
 from deepep_rt.torch import combine, communicator, dispatch

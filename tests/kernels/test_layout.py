@@ -216,6 +216,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
     assert layout.handle.sizes == {
         "num_rows": ranks * ranks * 4,
         "serial": 4,
+        "generation": 0,
         **counts,
         "send_pos": tokens * ranks * 4,
         "send_list": ranks * tokens * 4,
@@ -225,6 +226,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
         "report": structs.Report.size(constants),
         "mailbox": structs.Mailbox.size(constants),
         "masked": ranks * 4,
+        "lost": 4,
     }
     assert layout.staging(row).sizes == {
         "topk_weights": config.num_max_sent_rows * topk * 4,
