@@ -38,6 +38,7 @@ SLOWEST_FIRST = (
     "test_cli",
     "test_compat",
     "test_kernels_on_cpu",
+    "test_slots_on_cpu",
     "test_jax",
     "test_examples",
     "test_doctor_gpus",

@@ -658,6 +658,31 @@ def test_death(seed):
         death.is_overcome(seed, arch)
 
 
+@pytest.mark.parametrize("seed", seeds(4))
+def test_a_rank_that_gives_up_does_not_hold_others(seed):
+    """Rank 1 gives its dispatch up, because it gets nothing from rank 2. Rank 0 has got all from rank 2, and waits for rank 1 alone."""
+    ended_s = {}
+    with Machine(3, seed, weak_memory=seed % 2 == 1) as machine:
+        buffers = machine.buffers(members=(0, 1, 2), **sizes(3))
+        machine.timeout_steps = 64
+        made = ThroughputRound(machine, buffers, 6 * seed + 1, worst=most, again=(), sums=())
+        buffers.pages.cut(2, 1)
+        for rank in buffers.members:
+            made.run(rank)
+        while machine.clock_s == 0:
+            machine.advance(1000)
+        for rank in (0, 1):
+            buffers[rank]._backend.lose(2, "its process has ended")
+
+        def program(rank):
+            with pytest.raises(EPPeerLostError, match="Rank 2 is lost: its process has ended"):
+                buffers[rank].synchronize()
+            ended_s[rank] = machine.clock_s
+
+        machine.each_rank(program, (0, 1), lambda: None)
+        assert max(ended_s.values()) <= 1 / 8, "of timeout_s, which is 1"
+
+
 @pytest.mark.parametrize("seed", seeds(24))
 def test_death_with_masks(seed):
     """Low-latency calls go on at once without the rank, and are right for all others. Throughput calls raise."""
@@ -744,6 +769,10 @@ def deaths(seed, monkeypatch):
     test_death(seed)
 
 
+def other_losses(seed, monkeypatch):
+    test_a_rank_that_gives_up_does_not_hold_others(seed)
+
+
 def masked_deaths(seed, monkeypatch):
     test_death_with_masks(seed)
 
@@ -786,7 +815,12 @@ BROKEN = {
         "lost = 0;\n    if",
     ),
     "any-loss-masks": (masked_deaths, "common/wait.cuh", r"kMasksOnTimeout \? lost & 1u << peer : lost", "lost"),
-    "other-losses-do-not-count": (deaths, "common/wait.cuh", r"kMasksOnTimeout \? lost & 1u << peer : lost", "lost & 1u << peer"),
+    "other-losses-do-not-count": (
+        other_losses,
+        "common/wait.cuh",
+        r"kMasksOnTimeout \? lost & 1u << peer : lost",
+        "lost & 1u << peer",
+    ),
     "the-wrong-rank-is-named": (deaths, "common/wait.cuh", r"lost \? __ffs\(lost\) - 1 : peer", "peer"),
 }
 """For each: calls that notice it, the file, a piece of it, and what stands there instead."""

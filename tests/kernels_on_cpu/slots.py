@@ -104,18 +104,23 @@ class Pages:
             self._ranges[rank] = _map(None, self._range_bytes, _NO_ACCESS, _RESERVED)
             for slot, address in enumerate(self.addresses(rank)):
                 self._gpus.own(slot, address, self.num_bytes)
-        first = self._ranges[rank] + _PAGE + self._mapped_bytes - self.num_bytes
-        return [first + slot * self._stride for slot in range(self.num_slots)]
+        return [self._start(rank, slot) + self._mapped_bytes - self.num_bytes for slot in range(self.num_slots)]
 
     def map(self, rank: int, members: Sequence[int]) -> None:
         """Map the memory of the members on a rank, and nothing at the addresses of other slots."""
         self.addresses(rank)
         for slot in range(self.num_slots):
-            start = self._ranges[rank] + _PAGE + slot * self._stride
             if slot in members:
-                _map(start, self._mapped_bytes, _READ_WRITE, _SHARED | _FIXED, self._files[slot])
+                _map(self._start(rank, slot), self._mapped_bytes, _READ_WRITE, _SHARED | _FIXED, self._files[slot])
             else:
-                _map(start, self._mapped_bytes, _NO_ACCESS, _RESERVED | _FIXED)
+                _map(self._start(rank, slot), self._mapped_bytes, _NO_ACCESS, _RESERVED | _FIXED)
+
+    def cut(self, rank: int, slot: int) -> None:
+        """Lose all that a rank stores in the memory of a slot, until it maps that again."""
+        _map(self._start(rank, slot), self._mapped_bytes, _READ_WRITE, _RESERVED | _FIXED)
+
+    def _start(self, rank: int, slot: int) -> int:
+        return self._ranges[rank] + _PAGE + slot * self._stride
 
     def free(self) -> None:
         self._close_files()
