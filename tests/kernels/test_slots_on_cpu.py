@@ -208,7 +208,7 @@ def test_statistics(seed):
         made = [ThroughputRound(machine, buffers, first, worst=None, again=(Again(),), sums=(Sum(), Sum(compress="log10")))]
         made.append(ThroughputRound(machine, buffers, first + 1, "expert", worst=None, again=(), sums=(Sum(reduce="topk"),)))
         run_rounds(machine, made)
-        options = dict(format=FORMATS[0], tokens=functools.partial(many_or_few, seed))
+        options = dict(format=FORMATS[0], tokens=functools.partial(many_or_few, seed), drawn=dict(skip_probability=0.2))
         quick = [LowLatencyRound(machine, buffers, first + i, reduce=i == 0, early=i == 0, **options).all() for i in range(2)]
         machine.run()
         for one in quick:
@@ -532,8 +532,13 @@ def test_a_change_ends_calls_that_wait(seed):
         for one in made:
             one.round.call(out, 2, functools.partial(one.members.put, 2))
         few_calls(machine, buffers, 6 * seed + 2)
-        with pytest.raises(EPTimeoutError, match="rank 2 waited 1 s for rank 0"):
-            out.check()
+        has_timed_out(out)
+
+
+def has_timed_out(buffer):
+    """Check that the rank has waited in vain. The Buffer keeps the error, and so this frame, but not that of a test with results."""
+    with pytest.raises(EPTimeoutError, match=r"rank 2 waited 1 s for rank [01]"):
+        buffer.check()
 
 
 def test_waits_of_a_new_generation_count():
@@ -593,7 +598,7 @@ class Death:
                     made.run(rank)
                 self._buffers[rank].synchronize()
             except EPTimeoutError as error:
-                self.errors[rank] = error
+                self.errors[rank] = error.with_traceback(None)  # its frames hold results, which must end before the GPUs
             self._ended_s[rank] = self._machine.clock_s
 
         self._machine.each_rank(program, ranks or self._buffers.members, self._step)
