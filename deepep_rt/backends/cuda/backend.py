@@ -364,7 +364,7 @@ class CudaBackend:
         with self.context:
             runtime.order.check_not_captured("a change of the members")
             self._end_calls(aborts)
-            self.low_latency.hooks.drop_all()
+            self.low_latency.begin_generation()
             kept = SavedMemory(self.throughput.results.in_use()) if memory.is_mapped else self._saved
             self._saved = kept  # another attempt finds it
             if runtime.local_heap is not None and not runtime.local_heap.is_mapped:  # this process comes back

@@ -304,6 +304,11 @@ class LowLatency:
         driver.fill(self._runtime.address_of_region("low_latency") + start, 0xFF, inboxes.num_bytes - start)
         driver.synchronize(0)
 
+    def begin_generation(self) -> None:
+        """Forget open calls and masks: the members change."""
+        self.hooks.drop_all()
+        self._known_masked.clear()
+
     def warn_of_masked_ranks(self) -> None:
         """Warn, once for each, of ranks that kernels have masked."""
         for rank in set(self.masked_ranks()) - self._known_masked:

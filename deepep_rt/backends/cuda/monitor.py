@@ -253,7 +253,6 @@ class Monitor:
     ) -> None:
         self._check_ended, self._check_network, self._network_progress = check_ended, check_network, network_progress
         self._config, self._page, self._rank = config, page, comm.numbers[comm.Get_rank()]
-        self._progress = progress
         self.failure_notice = FailureNotice(comm, progress)
         self._abort_flag = state + structs.offset(structs.State.dtype({}), "abort")
         self._error: EPError | None = None

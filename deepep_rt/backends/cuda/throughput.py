@@ -48,8 +48,8 @@ def _growing(runtime: CudaRuntime) -> Growing | None:
     memory = runtime.memory.heap
     if memory is None or not memory.can_grow:
         return None
-    heard = functools.partial(runtime.monitor.failure_notice.heard, "more memory for results")
-    return Growing(memory, runtime.config.timeout_s, heard)
+    monitor = runtime.monitor  # its notice is another one in each generation
+    return Growing(memory, runtime.config.timeout_s, lambda: monitor.failure_notice.heard("more memory for results"))
 
 
 def receive_window(offset: int, parts: Mapping[str, int], capacity: int) -> dict[str, int]:
