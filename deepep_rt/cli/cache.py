@@ -28,7 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_SIZES = ("kNumRanks", "kNumMaxTokens", "kHidden", "kNumTopk", "kNumExperts", "kRingDepth", "kRanksPerNode")
+_SIZES = ("kNumRanks", "kNumMaxTokens", "kHidden", "kNumTopk", "kNumExperts", "kRingDepth", "kRanksPerNode", "kHasSlots")
 _MOST_CHOICES = 10  # keys in the answer to an ambiguous one
 
 

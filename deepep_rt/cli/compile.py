@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from .. import _env
-from .._checks import choice
+from .._checks import choice, whole_number
 from .._console import console
 from ..backends.path_choice import config_of_measurement
-from ..config import COMBINE_DTYPES, MAX_NODES, Config, declared_ranks_per_node
+from ..config import COMBINE_DTYPES, MAX_NODES, MAX_RANKS_PER_NODE, Config, declared_ranks_per_node
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import build, compiler
 from ..jit.build import most_threads
@@ -40,6 +40,7 @@ def compile_(
         typer.Option(help=f"Target, such as sm_90; may be repeated. 'all': those of {', '.join(ALL_ARCHS)} that NVRTC knows."),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks of the communicator.")] = 8,
+    max_ranks: Annotated[int | None, typer.Option(help="For Buffers with max_ranks. --ranks has no effect then.")] = None,
     tokens: Tokens = 4096,
     hidden: Hidden = 7168,
     topk: TopK = 8,
@@ -65,19 +66,21 @@ def compile_(
     as_json: Json = False,
 ) -> None:
     """Compile kernels ahead of time. These are all that a Buffer of these sizes needs. With --arch, no GPU is needed."""
+    num_ranks, node_size = _placed(ranks, max_ranks, ranks_per_node)
     config = Config(
-        num_ranks=ranks,
+        num_ranks=num_ranks,
         num_max_tokens_per_rank=tokens,
         hidden=hidden,
         num_topk=topk,
         num_experts=experts,
         dtype=dtype,
         num_slots=slots,
-        ranks_per_node=declared_ranks_per_node(ranks) if ranks_per_node is None else ranks_per_node,
+        ranks_per_node=node_size,
         path=path,
         low_latency=low_latency,
         on_timeout=on_timeout,
         statistics=with_statistics or _env.statistics(),
+        has_slots=max_ranks is not None,
     )
     needed = kernels_of(config, transport, combine_dtype)
     jobs = [(*job, target) for target in targets_of(arch) for job in needed if has_fp8(target) or not job[1].needs_fp8]
@@ -90,6 +93,19 @@ def compile_(
     for message in failed:
         typer.echo(f"error: {message}", err=True)
     raise typer.Exit(1 if failed else 0)
+
+
+def _placed(ranks: int, max_ranks: int | None, ranks_per_node: int | None) -> tuple[int, int | None]:
+    """Return the number of ranks or slots, and the ranks of a node, as a Buffer chooses them."""
+    if max_ranks is None:
+        return ranks, declared_ranks_per_node(ranks) if ranks_per_node is None else ranks_per_node
+    max_ranks = whole_number(max_ranks, "--max-ranks", 1, MAX_RANKS_PER_NODE, error=EPConfigError)
+    if ranks_per_node not in (None, max_ranks):
+        raise EPConfigError(
+            f"--ranks-per-node={ranks_per_node} with --max-ranks={max_ranks}; expected one node, because slots are on one host. "
+            f"Leave --ranks-per-node out."
+        )
+    return max_ranks, max_ranks
 
 
 def targets_of(archs: list[str] | None) -> list[str]:

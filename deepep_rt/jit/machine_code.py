@@ -138,7 +138,8 @@ def _broken_sizes(kernel: Kernel, entry: Entry, code: MachineCode) -> Iterator[s
 
 
 def _broken_accesses(promise: Promise, entry: Entry, code: MachineCode) -> Iterator[str]:
-    loads = loads_at_once(promise, entry.arch, entry.info["constants"])
+    constants = entry.info["constants"]
+    loads = loads_at_once(promise, entry.arch, constants)
     if promise.bulk_copies and has_tma(entry.arch):
         if not (code.bulk_loads and code.bulk_stores):
             yield f"{code.bulk_loads} bulk loads and {code.bulk_stores} bulk stores; expected at least one of each"
@@ -148,5 +149,6 @@ def _broken_accesses(promise: Promise, entry: Entry, code: MachineCode) -> Itera
         yield f"{code.loads_at_once} 16-byte loads at once, of {code.wide_loads}; expected at least {loads} before one is used"
     if (loads or promise.stores_rows) and not code.wide_stores:
         yield "no 16-byte stores; expected rows to be stored with them"
-    if code.narrow_accesses and not promise.narrow_accesses:
+    may_be_narrow = promise.narrow_accesses or (promise.narrow_if_slots and constants.get("kHasSlots"))
+    if code.narrow_accesses and not may_be_narrow:
         yield f"{code.narrow_accesses} loads and stores of 1 or 2 bytes; expected none"

@@ -28,16 +28,18 @@ class Promise:
             small part of what the memory can deliver. The function `loads_at_once` says for which sizes this holds.
         stores_rows: Whether it stores rows, and therefore has 16-byte stores, though it promises no loads.
         narrow_accesses: Whether it may access global memory by 1 or 2 bytes. It has scales or flags of this size then.
+        narrow_if_slots: Whether it may do so in Buffers with slots. The compiler then reads single bytes of the mask of absent slots.
     """
 
     bulk_copies: bool = False
     loads_at_once: int = 0
     stores_rows: bool = False
     narrow_accesses: bool = False
+    narrow_if_slots: bool = False
 
 
 PROMISES: dict[str, Promise] = {
-    "route": Promise(),
+    "route": Promise(narrow_if_slots=True),
     "dispatch": Promise(bulk_copies=True),
     "combine": Promise(bulk_copies=True, loads_at_once=12),
     "combine_fp8": Promise(bulk_copies=True, loads_at_once=4),

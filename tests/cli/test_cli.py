@@ -27,12 +27,15 @@ from launch import run_command
 from without import without
 
 import deepep_rt
-from deepep_rt import CopyShape, Tuning, TuningResult
+from deepep_rt import Buffer, CopyShape, Tuning, TuningResult
 from deepep_rt._install import pip_install
 from deepep_rt.backends import saved_tunings
 from deepep_rt.backends.path_choice import config_of_measurement
 from deepep_rt.cli import app as cli
 from deepep_rt.cli import compile as cli_compile
+from deepep_rt.comm.store import StoreCommunicator
+from deepep_rt.comm.store_client import StoreClient
+from deepep_rt.comm.store_server import StoreServer
 from deepep_rt.config import COMBINE_DTYPES, Config
 from deepep_rt.errors import EPCompileError, EPUnavailableError
 from deepep_rt.jit import build, compiler, disassembler, libraries
@@ -152,6 +155,40 @@ def test_compile_for_statistics(terminal: Terminal, monkeypatch: pytest.MonkeyPa
     assert (again["key"], again["status"]) == (counting["key"], "cached")
 
 
+def test_compile_for_slots(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """The kernels are those of a Buffer with slots, whatever nodes are declared for others, and the cache tells them apart."""
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(kept.kernels()))
+    names = ("route", "ll_dispatch")
+    monkeypatch.setattr(cli_compile, "KERNELS", {name: KERNELS[name] for name in names})
+    sizes = ["--tokens", "8", "--hidden", "64", "--topk", "2", "--experts", "8", "--arch", "sm_90"]
+    monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", "3")
+    rows = terminal.json("compile", "--max-ranks", "4", *sizes, "--strict")
+    assert {row["constants"]["kHasSlots"] for row in rows} == {1}
+    settings: dict[str, Any] = dict(num_max_tokens_per_rank=8, hidden=64, num_topk=2, num_experts=8, backend="host")
+    server = StoreServer()
+    server.serve_in_thread()
+    try:
+        comm = StoreCommunicator(StoreClient("127.0.0.1", int(server.address.rpartition(":")[2])), "start", 0, 1)
+        buffer = Buffer(comm, max_ranks=4, rendezvous=server.address, **settings)
+        layout = Layout(buffer.config)
+        buffer.destroy()
+    finally:
+        server.close()
+    wanted = [build.build(KERNELS[name], kernel_constants(layout, "sm_90", KERNELS[name]), "sm_90").key for name in names]
+    assert [row["key"] for row in rows] == wanted
+    monkeypatch.delenv("DEEPEP_RT_RANKS_PER_NODE")
+    rows += terminal.json("compile", "--ranks", "4", *sizes)
+    assert len({row["key"] for row in rows}) == 4
+
+    copy_kept(rows, cache)
+    monkeypatch.setenv("DEEPEP_RT_CACHE_DIR", str(cache))
+    listed = [re.split(r"  +", line.strip())[:4] for line in terminal("cache", "list").splitlines()[1:-1]]
+    found = {key: differences for _, _, key, differences in listed}
+    assert found == {row["key"][:12]: f"kHasSlots {row['constants']['kHasSlots']}" for row in rows}
+    _needs_nvdisasm()
+    assert {row["key"] for row in terminal.json("cache", "check")} == {row["key"] for row in rows}
+
+
 @pytest.mark.full
 def test_a_buffer_finds_the_compiled_kernels(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Nodes, masks and slots are compiled in, and the keys agree."""
@@ -244,6 +281,11 @@ def test_all_means_the_architectures_that_nvrtc_knows(monkeypatch: pytest.Monkey
         (["--arch", "hopper"], "arch='hopper'"),
         (["--arch", "sm_90", "--experts", "255"], "num_experts=255"),
         (["--arch", "sm_90", "--combine-dtype", "int8"], "--combine-dtype=int8"),
+        (["--arch", "sm_90", "--max-ranks", "16"], "--max-ranks=16; expected a whole number from 1 to 8"),
+        (
+            ["--arch", "sm_90", "--max-ranks", "8", "--ranks-per-node", "4"],
+            "--ranks-per-node=4 with --max-ranks=8; expected one node",
+        ),
     ],
 )
 def test_wrong_arguments_are_explained(terminal: Terminal, cache: Path, args: list[str], message: str) -> None:

@@ -107,6 +107,8 @@ def test_good_code_breaks_nothing() -> None:
     assert not _broken(Promise(), replace(GOOD, accesses_before_wait=0), "sm_90", overlaps=True)
     assert not _broken(Promise(), GOOD, "sm_80", overlaps=True)  # kernels do not overlap there
     assert not _broken(Promise(narrow_accesses=True), replace(GOOD, narrow_accesses=3))
+    with_slots = entry(arch="sm_90", constants={**SIZES, "kHasSlots": 1}, spill_stores=0, spill_loads=0)
+    assert not list(broken_promises(TINY, Promise(narrow_if_slots=True), with_slots, replace(GOOD, narrow_accesses=3)))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,7 @@ def test_good_code_breaks_nothing() -> None:
         (Promise(loads_at_once=9), {}, "sm_90", "8 16-byte loads at once, of 8; expected at least 9 before one is used"),
         (Promise(stores_rows=True), {"wide_stores": 0}, "sm_90", "no 16-byte stores; expected rows to be stored with them"),
         (Promise(), {"narrow_accesses": 2}, "sm_90", "2 loads and stores of 1 or 2 bytes; expected none"),
+        (Promise(narrow_if_slots=True), {"narrow_accesses": 2}, "sm_90", "2 loads and stores of 1 or 2 bytes; expected none"),
         (Promise(), {"stack_bytes": 8}, "sm_90", "its stack frame has 8 bytes; expected at most 0 (max_stack_bytes)"),
         (Promise(), {"local_accesses": 4}, "sm_90", "4 loads and stores of local memory; expected none"),
         (Promise(), {"max_threads": None}, "sm_90", "__launch_bounds__ has None threads; expected 64, as the launch"),
