@@ -14,9 +14,13 @@ from launch import environment, run_command
 from paths import PROGRAMS
 
 from deepep_rt import Buffer, EPAsleepError, EPConfigError, EPEvictedError, EPInputError, EPPeerLostError, EPTimeoutError
+from deepep_rt.arrays.host_memory import Result
+from deepep_rt.arrays.view import Framework
+from deepep_rt.buffer import backend_of
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.comm.store_client import StoreClient
 from deepep_rt.comm.store_server import StoreServer
+from deepep_rt.results import LowLatencyHandle
 
 SLOTS, LOCAL, HIDDEN = 4, 2, 64
 SIZES: dict[str, Any] = dict(num_max_tokens_per_rank=8, hidden=HIDDEN, num_topk=2, num_experts=SLOTS * LOCAL, dtype="float32")
@@ -139,6 +143,18 @@ def test_a_lost_rank_is_named_and_a_silent_one_too(address: str) -> None:
     assert "a test says so" in str(error)
 
 
+def exported(buffer: Buffer, handle: Any) -> Callable[[], Any]:
+    """Return a function that makes the handle again from an array, as compiled functions of JAX and PyTorch keep it."""
+    tables = backend_of(buffer).tables
+    if isinstance(handle, LowLatencyHandle):
+        words = Result((tables.num_low_latency_words,), "int32").view(Framework())
+        tables.save_low_latency(handle, words)
+        return lambda: tables.load_low_latency(words, handle.num_tokens, handle.has_weights, handle.capacity)
+    words = Result((tables.num_words if handle.layout == "token" else tables.num_expert_words,), "int32").view(Framework())
+    tables.save(handle, words, None)
+    return lambda: tables.load(words, handle.num_tokens, handle.num_recv_rows, handle.layout)
+
+
 def test_what_is_of_an_older_generation(address: str) -> None:
     ranks = Ranks(address, 2)
     x, idx = np.ones((1, HIDDEN), np.float32), np.array([[0, 1]])
@@ -147,17 +163,26 @@ def test_what_is_of_an_older_generation(address: str) -> None:
         sent = buffer.dispatch(x, idx)
         rows = buffer.low_latency_dispatch(x.astype("bfloat16"), idx, use_fp8=False)
         open_call = buffer.low_latency_dispatch(x.astype("bfloat16"), idx, use_fp8=False, return_recv_hook=True)
-        return sent, rows, open_call
+        by_expert = buffer.dispatch(x, idx, layout="expert", num_worst_tokens=16)
+        kept = [exported(buffer, handle) for handle in (sent.handle, by_expert.handle, rows.handle)]
+        for again, result in zip(kept[:2], (sent, by_expert), strict=True):
+            buffer.combine(result.recv_x, again())
+        buffer.low_latency_combine(rows.recv_x, idx, np.ones((1, 2), np.float32), kept[2]())
+        return sent, rows, by_expert, kept, open_call
 
     kept = ranks.on((0, 1), before)
     assert isinstance(ranks.join((0, 1)), Buffer)
-    sent, rows, open_call = kept[0]
+    sent, rows, by_expert, again, open_call = kept[0]
     buffer = ranks.buffers[0]
     weights = np.ones((1, 2), np.float32)
     for call in (
         lambda: buffer.combine(sent.recv_x, sent.handle),
         lambda: buffer.dispatch(x, handle=sent.handle),
         lambda: buffer.low_latency_combine(rows.recv_x, idx, weights, rows.handle),
+        lambda: buffer.combine(sent.recv_x, again[0]()),
+        lambda: buffer.dispatch(x, handle=again[0]()),
+        lambda: buffer.combine(by_expert.recv_x, again[1]()),
+        lambda: buffer.low_latency_combine(rows.recv_x, idx, weights, again[2]()),
         open_call.hook,
     ):
         with pytest.raises(EPInputError, match="generation"):

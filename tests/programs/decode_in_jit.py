@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -143,6 +144,46 @@ def check_a_scan(comm: MPI.Intracomm) -> None:
             assert_same(f"step {i}", np.asarray(sums[i]), low)
             slow = buffer.dispatch(low, idx[i], weights[i])
             x = np.asarray(buffer.combine(slow.recv_x, slow.handle).x)
+
+
+def check_slots(comm: MPI.Intracomm) -> None:
+    """Compiled steps give the bits of the Buffer's own calls with -1 for absent slots, also when a rank has left or come back."""
+    size, rank = comm.Get_size(), comm.Get_rank()
+    last, slots = size - 1, min(size + 2, 8)
+    inputs = make_low_latency_inputs(comm, 1, _tokens, idx_dtype="int32", num_experts=4 * slots)[rank]
+    x, idx, weights = inputs.x, inputs.topk_idx, inputs.topk_weights
+    with make_low_latency_buffer(comm, num_experts=4 * slots, max_ranks=slots, rendezvous="auto") as buffer:
+        y = expert_outputs(buffer, 1)[rank]
+        step = _step(buffer, False, True, dict(use_fp8=False))
+
+        def compare() -> Any:
+            kept = np.where(np.isin(idx // 4, buffer.members), idx, -1)
+            with ep.errors():
+                sent, back = jax.block_until_ready(step(x, idx, weights, y))
+            plain = buffer.low_latency_dispatch(x, kept, topk_weights=weights, use_fp8=False)
+            counts = np.asarray(plain.num_recv_tokens_per_expert)
+            np.testing.assert_array_equal(sent.num_recv_tokens_per_expert, counts)
+            for expert, count in enumerate(counts):
+                assert_same(f"expert {expert}", np.asarray(sent.recv_x[expert, :count]), np.asarray(plain.recv_x[expert, :count]))
+            assert_same("sums", np.asarray(back.x), np.asarray(buffer.low_latency_combine(y, kept, weights, plain.handle).x))
+            return sent.handle
+
+        handle = compare()
+        if size == 1:
+            return
+        buffer.shrink([rank] if rank == last else [])
+        if rank != last:
+            assert buffer.members == tuple(range(last))
+            compare()
+            if buffer.backend == "host":  # kernels of low-latency calls do not see the generation of a handle
+                with raises(EPInputError, "handle is of an older generation"), ep.errors():
+                    jax.block_until_ready(ep.low_latency_combine(buffer, y, idx, weights, handle))
+            compare()
+            while not buffer.admit():
+                time.sleep(1e-3)
+        else:
+            buffer.wake()
+        compare()
 
 
 def check_wrong_calls(comm: MPI.Intracomm) -> None:

@@ -27,9 +27,11 @@ HIDDEN, TOPK, TOKENS = 32, 3, 12
 NAMES = ("deepep_rt.dispatch", "deepep_rt.combine")
 
 
-def _layers(comm: MPI.Intracomm, num: int = 2, tokens: int = TOKENS, skip: float = 0.2) -> SimpleNamespace:
-    """Make random layers of 4 experts a rank, this rank's tokens, and the routing of each layer with skipped experts."""
-    ranks, rank = comm.Get_size(), comm.Get_rank()
+def _layers(
+    comm: MPI.Intracomm, num: int = 2, tokens: int = TOKENS, skip: float = 0.2, slots: int | None = None
+) -> SimpleNamespace:
+    """Make random layers of 4 experts a rank (or slot), this rank's tokens, and the routing of each layer with skipped experts."""
+    ranks, rank = slots or comm.Get_size(), comm.Get_rank()
     experts, common, own = 4 * ranks, np.random.default_rng(1), np.random.default_rng([2, rank])
     idx = own.random((num, tokens, experts)).argsort(axis=2)[:, :, :TOPK]
     idx = np.where(own.random(idx.shape) < skip, -1, idx).astype(np.int32)
@@ -365,6 +367,64 @@ def check_a_rank_without_gradients(comm: MPI.Intracomm) -> None:
                     buffer.synchronize()
             if skips:
                 raise EPTimeoutError(words, rank=last, peer=last, phase="")
+
+
+_dense_gradients = _gradients(partial(_unrolled, _dense))
+
+
+def _compare_members(comm: MPI.Intracomm, model: SimpleNamespace, members: tuple[int, ...], runs: list[Any]) -> None:
+    """Compare compiled gradients with those of dense layers in which choices of absent slots are -1."""
+    mine, is_member = slice(model.first, model.first + 4), comm.Get_rank() in members
+    idx = jnp.where(jnp.isin(model.idx // 4, jnp.asarray(members)), model.idx, -1)
+    loss, (x, weights, matrices, mixing) = _dense_gradients(idx, model.x, model.weights, model.matrices, model.mixing)
+    total = np.zeros_like(matrices)
+    comm.Allreduce(np.array(matrices) * is_member, total)
+    for run in runs if is_member else ():
+        with ep.errors():
+            got, gradients = jax.block_until_ready(run(model.idx, model.x, model.weights, model.matrices[:, mine], model.mixing))
+        np.testing.assert_allclose(got, loss, rtol=1e-5)
+        for name, a, b in zip(
+            ("x", "topk_weights", "matrices", "mixing"), gradients, (x, weights, total[:, mine], mixing), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4, err_msg=f"gradient of {name} with members {members}")
+
+
+def check_slots(comm: MPI.Intracomm) -> None:
+    """Choices of absent slots count as -1, in values and gradients. Compiled functions go on when ranks leave and come back."""
+    size, rank = comm.Get_size(), comm.Get_rank()
+    last, slots = size - 1, min(size + 2, 8)
+    model = _layers(comm, slots=slots)
+    with _buffer(comm, num_experts=4 * slots, max_ranks=slots, rendezvous="auto") as buffer:
+        runs = [_gradients(partial(_unrolled, _parallel(buffer))), _gradients(partial(_scanned, _by_expert(buffer)))]
+        _compare_members(comm, model, tuple(range(size)), runs)
+        if size == 1:
+            return
+        send, back = {}, {}
+        for layout in ("token", "expert"):
+            send[layout] = jax.jit(partial(ep.dispatch, buffer, layout=layout))(model.x, model.idx[0])
+            back[layout] = jax.jit(partial(ep.combine, buffer))
+            jax.block_until_ready(back[layout](send[layout].recv_x, send[layout].handle))
+        _, pull = jax.vjp(lambda x: ep.dispatch(buffer, x, model.idx[0]).recv_x, model.x)
+        buffer.shrink([rank] if rank == last else [])
+        assert buffer.is_asleep == (rank == last)
+        others = tuple(range(last))
+        _compare_members(comm, model, others, runs)
+        if rank != last:
+            for name, call in (
+                ("token", lambda: back["token"](send["token"].recv_x, send["token"].handle)),
+                ("expert", lambda: back["expert"](send["expert"].recv_x, send["expert"].handle)),
+                ("gradient", lambda: pull(send["token"].recv_x)),
+            ):
+                with raises(EPInputError, "handle is of", "generation"), ep.errors():
+                    jax.block_until_ready(call())
+                    buffer.synchronize()
+                    print(f"{name}: no error about a routing of an older generation")
+        if rank == last:
+            buffer.wake()
+        else:
+            while not buffer.admit():
+                time.sleep(1e-3)
+        _compare_members(comm, model, tuple(range(size)), runs)
 
 
 def check_gradients_outside_of_jit(comm: MPI.Intracomm) -> None:

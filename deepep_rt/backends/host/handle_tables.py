@@ -11,21 +11,22 @@ from ..base import BufferInfo, Entries
 from .expert_rows import RowsByExpert
 from .routing import ExpertRouting, Routing, new_expert_routing
 
+_NUM_FIRST = 2  # the routing's serial number, and the generation
 _NUM_PER_RANK = 4  # num_received, first_row, number of sent_tokens, num_chosen
 
 
 class HostHandleTables:
     """See `base.HandleTables`.
 
-    The array of a dispatch holds the routing's serial number, four numbers for each rank, and the tokens that go to rank 0, to rank 1, and
-    so on.
+    The array of a dispatch holds the routing's serial number, the generation of the dispatch, four numbers for each rank, and the tokens
+    that go to rank 0, to rank 1, and so on.
     """
 
     def __init__(self, info: BufferInfo) -> None:
         self._info = info
         config = info.config
         rows, tokens, topk = config.worst_recv_tokens, config.num_max_tokens_per_rank, config.num_topk
-        self.num_words = 1 + _NUM_PER_RANK * config.num_ranks + config.num_max_sent_rows
+        self.num_words = _NUM_FIRST + _NUM_PER_RANK * config.num_ranks + config.num_max_sent_rows
         most, experts = config.num_max_recv_tokens, config.num_local_experts
         self._expert_sizes = self.num_words, most * topk, experts + 1, experts, 1  # the rows by token, then a RowsByExpert
         self.num_expert_words = sum(self._expert_sizes)
@@ -38,11 +39,11 @@ class HostHandleTables:
     def save(self, handle: DispatchHandle, out: View, stream: int | None) -> None:
         words = host_bytes(out).view("int32")
         if handle.layout == "token":
-            self._save_routing(handle.routing, words)
+            self._save_routing(handle, words)
             return
         by_expert: RowsByExpert = handle.routing
         by_token, positions, *parts = np.split(words, np.cumsum(self._expert_sizes[:-1]))
-        self._save_routing(by_expert.by_token.routing, by_token)
+        self._save_routing(by_expert.by_token, by_token)
         positions[:] = by_expert.positions.reshape(-1)
         for part, values in zip(parts, (by_expert.offsets, by_expert.ends, by_expert.num_recv), strict=True):
             part[:] = values
@@ -55,12 +56,12 @@ class HostHandleTables:
         by_token = self._load_handle(rows, num_tokens, self._info.config.num_max_recv_tokens)
         positions = positions.reshape(-1, self._info.config.num_topk)
         routing = RowsByExpert(by_token, positions, offsets, ends, int(num_recv[0]))
-        return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, routing, {}, layout=layout)
+        return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, routing, {}, layout=layout, born=by_token.born)
 
     def save_low_latency(self, handle: LowLatencyHandle, out: View) -> None:
         """Write the routing of a handle to `out`, `[num_low_latency_words]` int32."""
         routing, parts = handle.routing, self._split(host_bytes(out).view("int32"))
-        self._save_routing(routing.rows.routing, parts["rows"])
+        self._save_routing(routing.rows, parts["rows"])
         parts["num_rows"][0] = routing.rows.num_recv_rows
         parts["counts"][:] = routing.counts
         recv_idx = parts["recv_idx"].reshape(-1, self._info.config.num_topk)
@@ -92,7 +93,7 @@ class HostHandleTables:
             self._info.config.num_local_experts,
             capacity,
         )
-        return LowLatencyHandle(num_tokens, self._info.serial, routing, has_weights, words.framework, capacity)
+        return LowLatencyHandle(num_tokens, self._info.serial, routing, has_weights, words.framework, capacity, born=rows.born)
 
     def rows_between_ranks(self, handle: DispatchHandle, framework: Framework) -> View:
         assert handle.routing.rows_between is not None, "several nodes, or a handle of an array: see first_rows"
@@ -113,8 +114,9 @@ class HostHandleTables:
             rows=slice(2, 3),
         )
 
-    def _save_routing(self, routing: Routing, words: np.ndarray) -> None:
-        words[0] = routing.serial
+    def _save_routing(self, handle: DispatchHandle, words: np.ndarray) -> None:
+        routing: Routing = handle.routing
+        words[:_NUM_FIRST] = routing.serial, handle.born
         per_rank, sent = self._split_routing(words)
         counts = [len(tokens) for tokens in routing.sent_tokens]
         per_rank[:] = routing.num_received, routing.first_row, counts, routing.num_chosen
@@ -125,12 +127,12 @@ class HostHandleTables:
         num_received, first_row, counts, num_chosen = per_rank.astype("int64")
         tokens = tuple(np.split(sent[: counts.sum()].copy(), np.cumsum(counts)[:-1]))
         routing = Routing(int(words[0]), tokens, num_received, first_row, num_chosen)
-        return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, routing, {})
+        return DispatchHandle(num_tokens, num_recv_rows, None, self._info.serial, routing, {}, born=int(words[1]))
 
     def _split_routing(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the parts after the serial number: `[_NUM_PER_RANK, num_ranks]`, and the tokens for all ranks."""
+        """Return the parts after the first words: `[_NUM_PER_RANK, num_ranks]`, and the tokens for all ranks."""
         ranks = self._info.config.num_ranks
-        per_rank, sent = np.split(words[1:], [_NUM_PER_RANK * ranks])
+        per_rank, sent = np.split(words[_NUM_FIRST:], [_NUM_PER_RANK * ranks])
         return per_rank.reshape(_NUM_PER_RANK, ranks), sent
 
     def _split(self, words: np.ndarray) -> dict[str, np.ndarray]:
