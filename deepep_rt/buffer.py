@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from .backends.members import Members
     from .comm.communicator import Communicator
     from .comm.failure_notice import FailureNotice
+    from .comm.liveness import LivenessWatch
 
 _log = logging.getLogger("deepep_rt")
 _serials = itertools.count(1)
@@ -210,6 +211,7 @@ class Buffer(SharedByCopies):
     _backend: Backend | None = None
     _parents_backend: Backend | None = None
     _members: Members | None = None
+    _watch: LivenessWatch | None = None
 
     def __init__(
         self,
@@ -290,7 +292,7 @@ class Buffer(SharedByCopies):
             self._members = Members.begin(ranks, joining, rendezvous, config, {"backend": backend, "on_exhausted": on_exhausted})
             ranks = self._members.communicator()
         assert ranks is not None
-        made = make_backend(ranks, config, backend, next(_serials), on_exhausted, network)
+        made, self._watch = make_backend(ranks, config, backend, next(_serials), on_exhausted, network)
         self._rank, self._backend, self._info = ranks.numbers[ranks.Get_rank()], made, made.info
         self._call_lock = made.call_lock
         if self._members is not None:
@@ -1414,6 +1416,8 @@ class Buffer(SharedByCopies):
             return
         if self._members is not None:
             self._members.close()
+        if self._watch is not None:
+            self._watch.close()
 
         def finish(interruption: BaseException | None) -> None:
             if backend.call_lock.notice is not None:

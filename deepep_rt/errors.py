@@ -122,7 +122,7 @@ class EPPeerError(EPTimeoutError):
 
 
 class EPPeerLostError(EPPeerError):
-    """The processes of some ranks have ended, or a Buffer with slots has lost touch with them. `Buffer.shrink` goes on without them.
+    """The processes of some ranks have ended, or a Buffer with slots has lost touch with them. `Buffer.shrink` of such a one goes on.
 
     It has the attributes of `EPPeerError`, too.
 

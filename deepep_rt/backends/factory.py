@@ -8,6 +8,7 @@ import platform
 
 from ..comm.communicator import Communicator
 from ..comm.failure_notice import making
+from ..comm.liveness import ENDED, LivenessWatch, own_identity
 from ..config import Config
 from ..cuda.topology import placed, placed_on_hosts
 from ..network import Choice, NetworkOptions
@@ -18,8 +19,10 @@ from .path_choice import agree_on_path, describe, usual_rates
 
 def make_backend(
     comm: Communicator, config: Config, backend: str, serial: int, on_exhausted: str, network: NetworkOptions | None
-) -> Backend:
+) -> tuple[Backend, LivenessWatch | None]:
     """Agree with all ranks on one backend, and make it. Collective. Its own `info.config` also says which ranks share a node.
+
+    Return it, and what tells it of processes that end. The members of a Buffer with slots do that themselves.
 
     Raises:
         EPConfigError: On every rank, if settings differ or cannot be met.
@@ -31,13 +34,16 @@ def make_backend(
     with making(comm, met, "the making of a Buffer") as notices:
         backend = agree(met, config, backend, on_exhausted, network)
         met.timeout_s = creation_timeout_s(config.timeout_s)
-        hosts, names = zip(*met.allgather((platform.node(), f"{platform.node()}-{os.getpid()}-{serial}")), strict=True)
+        mine = platform.node(), f"{platform.node()}-{os.getpid()}-{serial}", own_identity()
+        hosts, names, identities = zip(*met.allgather(mine), strict=True)
         made = _make(met, config, backend, serial, on_exhausted, network, hosts)
         made.shared_name = names[0]
         if made.call_lock.notice is not None:
             notices.append(made.call_lock.notice)
     met.release()
-    return made
+    others = {rank: identity for rank, identity in enumerate(identities) if rank != comm.Get_rank()}
+    watches = others and not config.has_slots
+    return made, LivenessWatch(others, None, lambda rank: made.lose(rank, ENDED)) if watches else None
 
 
 def _make(

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..comm.communicator import Communicator
 from ..comm.failure_notice import FailureNotice, making
-from ..comm.liveness import LivenessWatch
+from ..comm.liveness import ENDED, LivenessWatch
 from ..comm.membership import Membership
 from ..comm.rendezvous import Rendezvous
 from ..config import Config
@@ -23,7 +23,6 @@ from ..errors import EPConfigError, EPEvictedError, EPTimeoutError, EPUnavailabl
 from .agreement import creation_comm
 from .base import Backend
 
-_ENDED = "its process has ended"
 _SLACK_S = 2.0
 _log = logging.getLogger("deepep_rt")
 
@@ -197,7 +196,7 @@ class Members:
 
         def on_end(slot: int) -> None:
             self._ended.add(slot)
-            lose(slot, _ENDED)
+            lose(slot, ENDED)
 
         self._watch = LivenessWatch(others, lambda slot: membership.has_gone(processes[slot]), on_end)
 

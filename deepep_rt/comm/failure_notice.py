@@ -59,6 +59,7 @@ class FailureNotice:
         self._numbers, self._rank = comm.numbers, comm.numbers[comm.Get_rank()]
         self._left: dict[int, _Notice] = {}  # by the number of the rank, in the order of arrival
         self._aside: dict[int, _Notice] = {}  # the last refusal of each rank, or what it does instead
+        self._ended: dict[int, str] = {}  # ranks that are lost, and why. What they have said before counts, so it is read first
         self._telling: set[int] = set()
         self._poll_at = 0.0
         self._lock, self._has_left = threading.RLock(), False
@@ -200,25 +201,31 @@ class FailureNotice:
 
     def _receive(self, now: float) -> None:
         with self._lock:
-            for peer in self._peers:
-                while self._comm.iprobe(peer, FAILURE_NOTICE_TAG):
-                    kind, num_made, doing, text = self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
-                    if kind == _LOST:
-                        self._telling.add(self._numbers[peer])
-                        for rank in map(int, text.split(",")):
-                            if rank != self._rank:
-                                self.lose(rank, f"rank {self._numbers[peer]} goes on without it")
-                        continue
-                    number, heard = self._numbers[peer], self._left if kind in _LEAVES else self._aside
-                    heard[number] = _Notice(kind, num_made, doing, text, now)
-                    if kind == _REPEATED:
-                        del heard[number]
+            try:
+                self._read(now)
+            finally:
+                for rank, text in list(self._ended.items()):
+                    self._left.setdefault(rank, _Notice(_LOST, 0, "", text, now))
+                    del self._ended[rank]
+
+    def _read(self, now: float) -> None:
+        for peer in self._peers:
+            while self._comm.iprobe(peer, FAILURE_NOTICE_TAG):
+                kind, num_made, doing, text = self._comm.recv(source=peer, tag=FAILURE_NOTICE_TAG)
+                if kind == _LOST:
+                    self._telling.add(self._numbers[peer])
+                    for rank in map(int, text.split(",")):
+                        if rank != self._rank:
+                            self.lose(rank, f"rank {self._numbers[peer]} goes on without it")
+                    continue
+                number, heard = self._numbers[peer], self._left if kind in _LEAVES else self._aside
+                heard[number] = _Notice(kind, num_made, doing, text, now)
+                if kind == _REPEATED:
+                    del heard[number]
 
     def lose(self, number: int, text: str) -> None:
-        """Note that the process of a rank has ended, or is given up. Any thread may call this. `text` is for errors."""
-        with self._lock:
-            if number not in self._left:
-                self._left[number] = _Notice(_LOST, 0, "", text, time.monotonic())
+        """Note that the process of a rank has ended, or is given up. Any thread may call this, and it does not wait. `text`: for errors."""
+        self._ended.setdefault(number, text)
 
     def give_up(self, ranks: Sequence[int]) -> None:
         """Tell the peers that this rank goes on without some ranks, so that they do not wait for its part of calls with them."""
@@ -240,7 +247,8 @@ class FailureNotice:
     def lost(self) -> tuple[int, ...]:
         """The ranks whose processes have ended, ascending."""
         with self._lock:
-            return tuple(sorted(number for number, notice in self._left.items() if notice.kind == _LOST))
+            left = {number for number, notice in self._left.items() if notice.kind == _LOST}
+            return tuple(sorted(left | (self._ended.keys() - self._left.keys())))
 
     def first_to_leave(self) -> int | None:
         """Return the rank whose notice arrived first, also if its last data may still arrive."""

@@ -18,6 +18,8 @@ from typing import Any
 
 from .timed_collectives import host_identity
 
+ENDED = "its process has ended"
+"""Why a rank is lost, for errors."""
 _POLL_S = 0.25  # of the store, for processes without a pidfd
 
 
@@ -36,12 +38,11 @@ def _started_at(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
-def _open(identity: Any) -> int | None:
-    """Return a pidfd of a process on this host; None if there is no way to get one.
+def _open(identity: Any, here: dict[str, Any]) -> int | None:
+    """Return a pidfd of a process on this host, which is `here`; None if there is no way to get one.
 
     Raise ProcessLookupError if the process has ended.
     """
-    here = own_identity()
     if not isinstance(identity, dict) or any(identity.get(name) != here[name] for name in ("host", "pids")):
         return None
     try:
@@ -64,25 +65,27 @@ class LivenessWatch:
 
     Args:
         processes: The identity of each process, by its number in `on_end`.
-        has_gone: Says whether the store knows that a process has ended. Only processes without a pidfd are asked for.
+        has_gone: Says whether the store knows that a process has ended. Only processes without a pidfd are asked for. None: there is no
+            store, and nothing is known of those.
         on_end: Runs in the thread.
     """
 
-    def __init__(self, processes: dict[int, Any], has_gone: Callable[[int], bool], on_end: Callable[[int], None]) -> None:
+    def __init__(self, processes: dict[int, Any], has_gone: Callable[[int], bool] | None, on_end: Callable[[int], None]) -> None:
         self._on_end, self._has_gone = on_end, has_gone
         self._descriptors: dict[int, int] = {}
         self._others: list[int] = []
         self._ended: list[int] = []
+        here = own_identity()
         for number, identity in processes.items():
             try:
-                descriptor = _open(identity)
+                descriptor = _open(identity, here)
             except ProcessLookupError:
                 self._ended.append(number)
                 continue
-            if descriptor is None:
-                self._others.append(number)
-            else:
+            if descriptor is not None:
                 self._descriptors[descriptor] = number
+            elif has_gone is not None:
+                self._others.append(number)
         stop, to_stop = os.pipe2(os.O_CLOEXEC)
         self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), stop, list(self._descriptors)), daemon=True)
         self._thread.name = "deepep_rt's watch of processes"
@@ -103,7 +106,7 @@ class LivenessWatch:
         found += [self._descriptors[descriptor] for descriptor in ready]
         for number in list(self._others):
             with contextlib.suppress(Exception):  # without the store, time limits remain
-                if self._has_gone(number):
+                if self._has_gone is not None and self._has_gone(number):
                     self._others.remove(number)
                     found.append(number)
         for number in found:

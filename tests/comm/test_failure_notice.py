@@ -43,6 +43,18 @@ def test_an_error_without_a_text(notices: list[FailureNotice], seconds: Callable
     assert "Broken: (its __str__ raises KeyError)" in str(notices[1].error(0, "rows"))
 
 
+def test_what_a_lost_rank_has_said_counts(ranks: list[StoreCommunicator], notices: list[FailureNotice]) -> None:
+    """The system may tell of the end of a process before its last notice is read."""
+    notices[1].leave(process_end.END, "its program ended")
+    notices[0].lose(1, "its process has ended")
+    notices[0].lose(2, "its process has ended")
+    assert notices[0].lost == (1, 2)
+    notices[0].drain()
+    assert notices[0].lost == (2,)
+    assert "its program ended" in str(notices[0].error(1, "rows"))
+    assert notices[0].error(2, "rows").ranks == (2,)
+
+
 def test_notify_waits_for_the_readers(
     ranks: list[StoreCommunicator],
     notices: list[FailureNotice],

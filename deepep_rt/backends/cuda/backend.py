@@ -340,7 +340,8 @@ class CudaBackend:
     def lose(self, rank: int, reason: str) -> None:
         """Note that the process of a rank has ended. Kernels that wait for it end. This makes no call of CUDA, so it waits for nothing."""
         self._monitor.failure_notice.lose(rank, reason)
-        self.runtime.page.lost.value |= 1 << rank
+        if self._config.has_slots:  # otherwise no kernel reads it
+            self.runtime.page.lost.value |= 1 << rank
 
     def lost_ranks(self) -> tuple[int, ...]:
         """Return the ranks that this one knows to be lost, ascending."""

@@ -322,8 +322,8 @@ class MessageChannel:
         """Raise if this rank waits for a peer that has left the Buffer after an exception."""
         if failed := self.failure_notice.failed_peers():
             waiting = [transfer for transfer in transfers if transfer.peer in failed and not transfer.is_done()]
-            lost = [peer for peer in failed if peer in self.failure_notice.lost]  # others may have given up the call, too
-            if waiting or lost:
+            lost = [peer for peer in failed if peer in self.failure_notice.lost]
+            if waiting or (lost and self._config.has_slots):  # others may have given up the call, too
                 peer = waiting[0].peer if waiting else lost[0]
                 phase += not_run(peer, self.purposes.current)
                 self._fail(waiting, self.failure_notice.error(peer, phase, self._call_idx, self._node_of(peer)))
