@@ -451,6 +451,48 @@ def test_launches_with_an_old_routing(seed):
         few_calls(machine, buffers, seed + 1)
 
 
+@pytest.mark.xfail(reason="the tables of a low-latency dispatch have no generation", strict=True)
+@pytest.mark.parametrize("seed", seeds(4))
+def test_low_latency_launches_with_an_old_routing(seed):
+    """So does a replay of a low-latency combine without its dispatch: no peer gets a row, a weight or a header of it."""
+    rng, num_slots, (before, after) = np.random.default_rng(seed), 3, [((0, 1, 2), (1, 2)), ((0, 2), (0, 1, 2))][seed % 2]
+    with Machine(num_slots, seed, weak_memory=seed % 4 == 3) as machine:
+        options = dict(on_timeout="mask") if seed in (1, 2) else {}
+        buffers, held = machine.buffers(members=before, **options, **sizes(num_slots)), []
+        y = {rank: machine.put(rank, np.ones((2, 36, 512), "bfloat16")) for rank in before}
+        for i, (count, compress) in enumerate(itertools.product((9, 2), (None, "log10", "fp8"))):
+            x, idx = np.ones((count, 512), "bfloat16"), rng.permuted(np.tile(np.arange(6), (count, 1)), axis=1)[:, :3]
+            given = {rank: [machine.put(rank, values) for values in (x, idx, np.ones(idx.shape, np.float32))] for rank in before}
+            handles = {}
+            for rank, (x_there, idx_there, weights) in given.items():
+                late = dict(topk_weights=weights) if (i + seed) % 2 else {}
+                handles[rank] = buffers[rank].low_latency_dispatch(x_there, idx_there, use_fp8=False, **late).handle
+            machine.run()
+            with machine.recorded() as launches:
+                for rank, (_, idx_there, weights) in given.items():
+                    result = buffers[rank].low_latency_combine(y[rank], idx_there, weights, handles[rank], compress=compress)
+                    held.append((rank, [one for one in launches if machine.rank_of(one) == rank], result))
+            machine.run()
+        machine.change_members(buffers, after)
+        clock_s = machine.clock_s
+        for number in rng.permutation(len(held)):
+            rank, launches, result = held[number]
+            if rank not in after:
+                continue
+            overwrite(result)
+            others = {other: memory_of(buffers, other) for other in after if other != rank}
+            machine.replay(launches)
+            machine.run()
+            assert all((memory_of(buffers, other) == memory).all() for other, memory in others.items())
+            rows = result.views["x"]
+            assert (array_at(rows.ptr, (rows.nbytes,), "uint8") == 255).all()
+            with pytest.raises(EPInputError, match="handle is of generation 0, and the Buffer is in generation 1"):
+                buffers[rank].check()
+            buffers[rank].check()
+        assert machine.clock_s == clock_s
+        few_calls(machine, buffers, seed + 1)
+
+
 def test_handles_hooks_and_prepared_calls_of_before():
     """Handles and hooks are refused. Prepared calls of the low-latency mode go on, also those with an open hook."""
     with Machine(3, 1) as machine:
