@@ -382,7 +382,8 @@ class LowLatencyBuffers(_BuffersByShape):
             if (width, experts) == (hidden, num_experts) and most >= num_tokens:
                 device = "cuda" if backend == "cuda" else "cpu"
                 x = torch.empty((0, hidden), dtype=torch.bfloat16, device=device)
-                buffer.low_latency_dispatch(x, torch.empty((0, num_topk), dtype=torch.int64, device=device))
+                idx = torch.empty((0, num_topk), dtype=torch.int64, device=device)
+                buffer.low_latency_dispatch(x, idx, use_fp8=False)  # any hidden size, and GPUs without FP8, too
 
     def set_mask(self, rank: int, masked: bool) -> None:
         """Exclude a rank from the calls, or include it again."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from launch import run_checks
+from launch import environment, run_checks, run_command
+from paths import PROGRAMS
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 
@@ -339,6 +341,12 @@ def test_settings_of_the_low_latency_mode(monkeypatch: pytest.MonkeyPatch) -> No
 def test_program(num_ranks: int) -> None:
     """Run the program. With three ranks, test_processes_that_were_spawned makes the same calls."""
     run_checks(num_ranks, "compat")
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
+def test_low_latency_calls_go_on_when_processes_are_killed(seed: int) -> None:
+    words = str(PROGRAMS / "compat_kills.py"), "--seed", str(seed)
+    assert "OK" in run_command(sys.executable, *words, **environment())[0]
 
 
 def test_check_asks_every_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
