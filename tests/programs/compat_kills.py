@@ -25,7 +25,7 @@ from deepep_rt.comm.store_client import StoreClient
 from deepep_rt.comm.store_server import StoreServer
 
 RANKS, LOCAL, TOKENS, HIDDEN, TOPK, STEPS = 4, 2, 6, 64, 3, 10
-EXPERTS, TIMEOUT_S, LATEST_S = RANKS * LOCAL, seconds(1.5), 0.05
+EXPERTS, TIMEOUT_S, LATEST_S = RANKS * LOCAL, seconds(5), 0.05
 
 
 class Rank:
@@ -179,22 +179,20 @@ def main(seed: int) -> None:
         parent.all_run("normal")
         parent.all_run("steps")
         assert parent.are_masked()
-        # A call waits for the rank, and masks it. The next ones do not wait.
-        parent.all_run("steps", kills=first)
-        parent.all_run("steps")
+        # A call that waits for the rank masks it. The next ones do not wait.
+        took_s = parent.all_run("steps", kills=first) + parent.all_run("steps")
         assert parent.are_masked(), parent.masks
         # The program hears of the loss in another way, and masks the rank before a call waits for it.
         parent.kill(second)
         parent.all_run("mask")
-        took_s = parent.all_run("steps")
+        took_s += parent.all_run("steps")
         assert parent.are_masked(), parent.masks
-        assert took_s < TIMEOUT_S, f"calls without the masked rank took {took_s} s"
         # A call without tokens finds the lost rank. The last rank goes on alone.
         parent.kill(third)
-        parent.all_run("clean")
+        took_s += parent.all_run("clean")
         assert parent.are_masked(), parent.masks
-        took_s = parent.all_run("steps")
-        assert took_s < TIMEOUT_S, f"calls without the masked ranks took {took_s} s"
+        took_s += parent.all_run("steps")
+        assert took_s < TIMEOUT_S, f"calls waited for killed processes until timeout_s: {took_s} s"
         for pipe in parent.pipes.values():
             pipe.send(("end", []))
         parent.answers(parent.pipes)
