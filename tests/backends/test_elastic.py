@@ -246,12 +246,6 @@ def test_random_kills_and_joins(seed: int) -> None:
     assert "OK" in run_command(sys.executable, *words, limit_s=120, **environment())[0]
 
 
-@pytest.mark.parametrize(("seed", "rounds"), [(1, 1), pytest.param(2, 6, marks=pytest.mark.full)])
-def test_growth_from_two_ranks_to_eight(seed: int, rounds: int) -> None:
-    words = str(PROGRAMS / "growth.py"), "--seed", str(seed), "--rounds", str(rounds)
-    assert "OK" in run_command(sys.executable, *words, **environment())[0]
-
-
 def test_all_members_leave(address: str) -> None:
     ranks = Ranks(address, 2)
     assert ranks.on((0, 1), lambda b: b.shrink([b.rank])) == [()] * 2
