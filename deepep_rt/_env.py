@@ -209,6 +209,11 @@ def with_store_token(token: str) -> dict[str, str]:
     return {**os.environ, _STORE_TOKEN: token}
 
 
+def with_temporary_folder(folder: str) -> dict[str, str]:
+    """Return the environment for a process whose temporary files go to this folder."""
+    return {**os.environ, "TMPDIR": folder}
+
+
 def put_gpu_first(index: int, count: int) -> None:
     """Set `CUDA_VISIBLE_DEVICES` to the same GPUs with another one first. CUDA reads it when it starts."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]

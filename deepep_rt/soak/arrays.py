@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 and FP8 by name then)
 import numpy as np
 
 from ..arrays.dtypes import DTYPES

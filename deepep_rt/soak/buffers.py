@@ -63,6 +63,7 @@ class Options:
     hidden: int | None = None  # elements of a row
     topk: int | None = None  # experts of a token
     experts: int | None = None  # over all ranks
+    has_slots: bool = False  # ranks come and go: Buffers of both modes on one host, whose time-outs raise
     ranks_per_node: int | None = None  # None: on the host backend, some Buffers declare nodes. On GPUs, a node is a host
 
     def __post_init__(self) -> None:
@@ -126,7 +127,9 @@ class Draw:
 def buffer_of(options: Options, number: int) -> BufferPlan:
     """Draw the Buffer of rounds `number * rounds_per_buffer` and following."""
     draw = Draw(options.seed, BUFFERS, number)
-    shapes = _GPU_SHAPES if options.on_gpu else _HOST_SHAPES
+    shapes: tuple[Shape, ...] = _GPU_SHAPES if options.on_gpu else _HOST_SHAPES
+    if options.has_slots:
+        shapes = tuple(shape for shape in shapes if shape.low_latency and shape.on_timeout == "raise")
     shape = shapes[(number + options.seed) % len(shapes)]
     asked_tokens = options.low_latency_tokens if shape.low_latency else options.tokens
     ranks = options.num_ranks
@@ -160,6 +163,6 @@ def compressions_of(options: Options, shape: Shape) -> list[str | None]:
 def _ranks_per_node(draw: Draw, options: Options) -> int | None:
     """Draw the ranks of a declared node. Several nodes of one GPU host need a transport that the host may lack, so GPUs draw none."""
     divisors = [size for size in range(1, min(options.num_ranks, MAX_RANKS_PER_NODE + 1)) if options.num_ranks % size == 0]
-    if options.ranks_per_node is None and not options.on_gpu and divisors and draw.chance(0.5):
+    if options.ranks_per_node is None and not options.on_gpu and not options.has_slots and divisors and draw.chance(0.5):
         return int(draw.one_of(*divisors))
     return options.ranks_per_node

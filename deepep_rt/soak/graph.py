@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import EPInputError
 from .arrays import row_keys
 from .expected import ExpertRouting, Routing, summed, weighted
-from .plan import RoundPlan, experts_of
+from .plan import RoundPlan
 from .session import Session
 
 
@@ -35,14 +36,17 @@ class Graph:
         session.activity = "the capture of a graph"
         session.check_kept()  # a capture cannot allocate, so the pool needs free space
         session.settle()
-        held = self._calls()  # allocates the memory of results before the capture
-        session.buffer.synchronize()
+        self.warm_up()
         session.align()
-        del held
         stream = xp.cuda.get_current_stream()
         stream.begin_capture()
         self.results = self._calls()
         self.graph = stream.end_capture()
+
+    def warm_up(self) -> None:
+        """Make the calls of the graph, which allocates the memory of their results. Collective."""
+        self._calls()
+        self.session.buffer.synchronize()
 
     def _calls(self) -> tuple[Any, Any, Any, Any]:
         buffer = self.session.buffer
@@ -54,12 +58,12 @@ class Graph:
     def replay(self, plan: RoundPlan) -> None:
         """Write new inputs, overwrite the outputs, replay and check."""
         session, arrays = self.session, self.arrays
-        choices = [experts_of(session.options, plan, 0, rank) for rank in range(session.options.num_ranks)]
+        choices = session.choices(plan)
         routing = Routing(choices, session.rank, session.plan.num_experts, (self.worst,) * len(choices))
         x_key, weights_key = (session.key(plan, 0, what) for what in ("x", "weights"))
         mine, tokens = np.full(len(routing.mine), session.rank), np.arange(len(routing.mine))
         arrays.write(self.x, arrays.numbers(row_keys(x_key, mine, tokens), self.hidden, "bfloat16"))
-        arrays.write(self.idx, arrays.put(routing.mine))
+        arrays.write(self.idx, arrays.put(session.own_choices(plan)))
         arrays.write(self.weights, arrays.numbers(row_keys(weights_key, mine, tokens), self.topk, "float32"))
         sent, decoded, routed, summed_up = self.results
         for output in (sent.recv_x, decoded.x, routed.recv_x, routed.recv_topk_idx, summed_up.x):
@@ -97,3 +101,38 @@ class Graph:
         compare("low_latency_combine", "x", decoded.x, tokens, lambda part: wanted[part[0] : part[-1] + 1])
         total = summed(arrays, routing, session.buffer.config.node_size, hidden, "bfloat16", lambda peer, at: own_rows(at))
         compare("combine", "x", summed_up.x, tokens, lambda part: total[part[0] : part[-1] + 1])
+
+
+class OldRouting:
+    """A graph of a combine along the routing of one generation of a Buffer with slots. In a later one it sends nothing and gives NaN."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, shape = session, session.plan.shape
+        arrays, xp = session.arrays, session.arrays.xp
+        x = arrays.typed(xp.zeros((1, shape.hidden), np.uint16), "bfloat16", (1, shape.hidden))
+        idx = xp.full((1, shape.topk), -1, np.int64)
+        idx[0, 0] = session.rank * shape.local_experts
+        session.activity = "the capture of a graph along a routing"
+        sent = session.buffer.dispatch(x, idx)
+        session.buffer.synchronize()
+        stream = xp.cuda.get_current_stream()
+        stream.begin_capture()
+        self.sums = session.buffer.combine(sent.recv_x, sent.handle).x
+        self.graph = stream.end_capture()
+
+    def check(self, number: int) -> None:
+        """Replay the graph after a change of the members. It must give NaN, and a report that names the generation."""
+        session, arrays = self.session, self.session.arrays
+        session.activity = "the replay of a graph along a routing of before"
+        arrays.poison(self.sums)
+        self.graph.launch()
+        arrays.synchronize()
+        report = ""
+        try:
+            session.buffer.check()
+        except EPInputError as error:
+            report = str(error)
+        bits = arrays.raw(self.sums).view(np.uint16)
+        are_numbers = ((bits & 0x7FFF) <= 0x7F80).any()  # of bfloat16
+        session.check.value(number, "a combine along a routing of before", "x is NaN", bool(are_numbers), False)
+        session.check.value(number, "a combine along a routing of before", "the report", "generation" in report, True)

@@ -10,7 +10,7 @@ from ..arrays.dtypes import FP8_GROUP
 from ..results import LowLatencyCombineResult, LowLatencyDispatchResult
 from .arrays import row_keys
 from .expected import ExpertRouting, to_fp8, weighted
-from .plan import RoundPlan, Step, excluded_of, experts_of
+from .plan import RoundPlan, Step, excluded_of
 from .session import Session
 
 _STATS_START = 7
@@ -34,7 +34,7 @@ class _Batch:
     def __init__(self, session: Session, plan: RoundPlan, step: Step, number: int) -> None:
         self.session, self.plan, self.step, self.number = session, plan, step, number
         self.arrays, self.check, self.rank = session.arrays, session.check, session.rank
-        choices = [experts_of(session.options, plan, number, rank) for rank in range(session.options.num_ranks)]
+        choices = session.choices(plan, number)
         self.hidden, self.topk = session.plan.shape.hidden, session.plan.shape.topk
         self.most = max(1, *plan.tokens) if step.has_fewer else session.plan.shape.tokens
         self.capacity = session.options.num_ranks * self.most
@@ -42,7 +42,8 @@ class _Batch:
         self.excluded = excluded_of(session.options, plan, number, self.rank, choices[self.rank])
         self.tokens = np.arange(plan.tokens[self.rank])
         self.keys = {what: session.key(plan, number, what) for what in ("x", "weights", "y", "scales")}
-        self.idx = self.arrays.put(self.routing.mine.astype(plan.idx_dtype))
+        self.own = session.own_choices(plan, number)
+        self.idx = self.arrays.put(self.own.astype(plan.idx_dtype))
         mine = np.full(len(self.tokens), self.rank)
         self.weights = self.arrays.numbers(row_keys(self.keys["weights"], mine, self.tokens), self.topk, "float32").view(
             np.float32
@@ -172,7 +173,7 @@ class _Batch:
         step, buffer = self.step, self.session.buffer
         idx = self.idx
         if self.excluded.any():
-            idx = self.arrays.put(np.where(self.excluded, -1, self.routing.mine).astype(self.plan.idx_dtype))
+            idx = self.arrays.put(np.where(self.excluded, -1, self.own).astype(self.plan.idx_dtype))
         self.combine_idx = idx  # read until the call or its hook has run
         shape = self.routing.local, self.capacity, self.hidden
         if step.zero_copy:

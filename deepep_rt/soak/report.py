@@ -98,5 +98,6 @@ def mismatch(found: Mapping[str, Any], seed: int) -> Iterable[str]:
         yield f"  bytes from {found['shown_from']} on:"
     yield f"  expected {found['expected']}"
     yield f"  found    {found['found']}"
-    yield f"  this round alone:          {found['command']}"
-    yield f"  with the rounds before it: {found['command_from_buffer']}"
+    if "command_from_buffer" in found:
+        yield f"  this round alone:          {found['command']}"
+        yield f"  with the rounds before it: {found['command_from_buffer']}"

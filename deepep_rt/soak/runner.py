@@ -26,27 +26,19 @@ from ..buffer import Buffer
 from ..comm.consensus import timed_allgather
 from ..config import MAX_TIMEOUT_S, Config
 from ..errors import EPConfigError, EPError
-from . import graph as soak_graph
-from . import low_latency as soak_low_latency
-from . import throughput as soak_throughput
 from .arrays import Arrays
 from .buffers import Options, buffer_of
 from .check import MOST_REPORTED, Checker, Mismatch
 from .ending import Interruption, Watchdog
 from .plan import round_of
 from .report import command, mismatch, percentiles, with_commands, write
+from .rounds import run_round
 from .session import CALLS, Session, Times
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 
-_RUN_ROUND = {
-    "throughput": soak_throughput.run_round,
-    "expert_rows": soak_throughput.run_round,
-    "low_latency": soak_low_latency.run_round,
-    "graph": soak_graph.run_round,
-}
 _ROUNDS_BETWEEN_SYNCS = 16
 _DEFAULT_MINUTES = 10.0
 _COMPILING_S = 900.0  # additional limit for making a Buffer on GPUs
@@ -253,7 +245,7 @@ class Run:
         self.arrays.delay(plan.delays_s[self.rank])
         session.is_timed = not any(plan.delays_s)
         session.activity = plan.kind
-        _RUN_ROUND[plan.kind](session, plan)
+        run_round(session, plan)
         self._check_masks(session, number)
         session.check_kept(number)
         session.buffer.check()

@@ -13,7 +13,7 @@ from ..errors import EPUnavailableError
 from .arrays import Arrays
 from .buffers import BufferPlan, Options
 from .check import Checker
-from .plan import RoundPlan
+from .plan import RoundPlan, experts_of
 
 CALLS = ("dispatch", "combine", "low_latency_dispatch", "low_latency_combine")
 
@@ -40,6 +40,7 @@ class Times:
 
 
 class _Kept(NamedTuple):
+    made_in: int
     until: int
     result: Any
     check: Callable[[], None]
@@ -68,6 +69,22 @@ class Session:
         self.activity = "the start"
         self._kept: list[_Kept] = []
 
+    def choices(self, plan: RoundPlan, step: int = 0) -> list[np.ndarray]:
+        """Draw the choices of each rank that count, as for `experts_of`.
+
+        In a Buffer with slots, a choice of a slot without a process is -1, and such a slot has no tokens.
+        """
+        members, local = self.buffer.members, self.plan.shape.local_experts
+        drawn = [experts_of(self.options, plan, step, rank) for rank in range(self.options.num_ranks)]
+        if len(members) == len(drawn):
+            return drawn
+        counting = [np.where(np.isin(idx // local, members), idx, -1) for idx in drawn]
+        return [idx if rank in members else idx[:0] for rank, idx in enumerate(counting)]
+
+    def own_choices(self, plan: RoundPlan, step: int = 0) -> np.ndarray:
+        """Draw the choices that this rank passes to its calls, those of slots without a process included."""
+        return experts_of(self.options, plan, step, self.rank)
+
     def key(self, plan: RoundPlan, call: int, what: str) -> int:
         """Make the key for the contents of one array of a call on all ranks."""
         words = (self.options.seed, plan.number, call, _WHAT[what])
@@ -94,7 +111,7 @@ class Session:
         `check` checks the result again. `names` are those of its arrays.
         """
         if plan.keep_rounds and len(self._kept) < _MOST_KEPT:
-            self._kept.append(_Kept(plan.number + plan.keep_rounds, result, check, names))
+            self._kept.append(_Kept(plan.number, plan.number + plan.keep_rounds, result, check, names))
         else:
             self._overwrite(result, names)
 
@@ -105,6 +122,12 @@ class Session:
         for held in due:
             held.check()
             self._overwrite(held.result, held.names)
+
+    def drop(self, number: int) -> None:
+        """Forget the results and the differences of a round in which a rank was lost."""
+        self._kept = [held for held in self._kept if held.made_in != number]
+        self.settle()
+        self.check.forget(number)
 
     def sleep(self, kept: str) -> bool:
         """Let the Buffer sleep and wake. `kept` says what becomes of kept results. Return whether its memory can sleep."""

@@ -16,14 +16,14 @@ from ..prepared import PreparedThroughput
 from ..results import CombineResult, DispatchHandle, DispatchResult
 from .arrays import row_keys
 from .expected import Received, Routing, summed
-from .plan import Call, RoundPlan, experts_of
+from .plan import Call, RoundPlan
 from .session import Session
 
 
 def run_round(session: Session, plan: RoundPlan) -> None:
     """Make the calls of a round and check all results. Rows by expert need room for the rows by token: without it there is no call."""
     config, num_experts, num_ranks = session.buffer.config, session.plan.num_experts, session.options.num_ranks
-    choices = [experts_of(session.options, plan, 0, rank) for rank in range(num_ranks)]
+    choices = session.choices(plan)
     by_token = Routing(choices, session.rank, num_experts)
     num_recv, room = [by_token.num_sent_to(rank) for rank in range(num_ranks)], config.num_max_recv_tokens
     by_expert, grows = plan.kind == "expert_rows", session.buffer.describe().grows
@@ -117,7 +117,7 @@ class _Exchange:
         if call.scale_words:
             raw = arrays.words(self._keys("scales", mine, self.tokens), call.scale_words)
             scales = arrays.typed(raw, call.scale_dtype, (num_tokens, call.scale_words))
-        idx = arrays.put(self.routing.mine.astype(self.plan.idx_dtype)) if call.has_idx else None
+        idx = arrays.put(session.own_choices(self.plan).astype(self.plan.idx_dtype)) if call.has_idx else None
         weights = None
         if call.has_weights:
             raw = arrays.numbers(self._keys("weights", mine, self.tokens), self.topk, "float32")

@@ -1,0 +1,150 @@
+"""Run `python -m deepep_rt soak --kill`: ranks are killed, stopped and added, and each damage is found."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from launch import environment, run_command
+from paths import PROGRAMS
+
+from deepep_rt import EPConfigError, EPError
+from deepep_rt.soak import buffers, kill, plan, processes
+
+COMMAND = "-m", "deepep_rt", "soak", "--kill", "--backend", "host"
+
+
+def run(*words: object, status: int | None = 0) -> tuple[str, str]:
+    return run_command(sys.executable, *words, status=status, limit_s=300, **environment())
+
+
+def damaged(damage: str, *options: object) -> str:
+    """Return what a run of damaged ranks prints."""
+    return "".join(run(PROGRAMS / "damaged_kills.py", damage, *options, status=1))
+
+
+def test_kills_joins_and_leaves(tmp_path: Path) -> None:
+    report = tmp_path / "kills.json"
+    printed, errors = run(*COMMAND, "--changes", 4, "--stops", 0, "--seed", 3, "--timeout-s", 30, "--json", report)
+    assert errors == ""
+    found = json.loads(report.read_text())
+    assert (found["status"], found["seed"], found["left_behind"]) == ("passed", 3, [])
+    assert found["changes"] == {"kill": 1, "stop": 0, "leave": 1, "wake": 1, "join": 1}, "the seed decides"
+    assert found["rounds"] >= 5
+    assert found["checked_bytes"] > 10**4
+    assert 0 < found["calls"]["shrink"]["median_s"] <= found["calls"]["shrink"]["longest_s"]
+    assert re.match(r"passed: 1 kill, 0 stops, 1 leave, 1 wake, 1 join in .* rounds, 0.0\d\d GB checked\n", printed), printed
+    for row in ("shrink", "admit", "join", "wake", "a round after a kill"):
+        assert re.search(rf"^{row} +\d+ +[\d.]+ +[\d.]+$", printed, re.MULTILINE), printed
+
+
+@pytest.mark.full
+def test_stops_too(seconds: Callable[[float], float]) -> None:
+    printed, _ = run(*COMMAND, "--changes", 8, "--stops", 0.5, "--seed", 3, "--timeout-s", seconds(3))
+    assert re.match(r"passed: 2 kills, 1 stop, 1 leave, 1 wake, 3 joins in ", printed), printed
+
+
+def test_a_wrong_bit_is_found() -> None:
+    printed = damaged("bit", "--changes", 20, "--stops", 0, "--seed", 1, "--timeout-s", 30)
+    assert printed.startswith("mismatch: ")
+    assert re.search(r"MISMATCH on rank \d in round \d+ of seed 1: x of combine", printed)
+    assert "1 of " in printed
+    assert "soak --kill --backend host --ranks 3 --slots 4 --stops 0 --timeout-s 30 --seed 1 --changes " in printed
+
+
+@pytest.mark.full
+def test_what_ranks_leave_behind_is_found() -> None:
+    printed = damaged("leak", "--changes", 4, "--stops", 0, "--seed", 1, "--timeout-s", 30)
+    shared = re.findall(r"LEFT BEHIND: (/dev/shm/test[.]\d+)", printed)
+    for path in shared:
+        Path(path).unlink()
+    assert printed.startswith("leak: ")
+    assert shared
+    for kind in (
+        r"process \d+, which process \d+ started",
+        r"temporary file \w+",
+        r"rank \d .*: \d+ more descriptors and threads",
+    ):
+        assert re.search(f"LEFT BEHIND: {kind}", printed), kind
+
+
+@pytest.mark.full
+def test_a_hang_is_found() -> None:
+    printed = damaged("hang", "--changes", 20, "--stops", 0, "--seed", 1, "--timeout-s", 1)
+    assert re.search(
+        r"error: after \d changes? of seed 1, rank .*: nothing heard within .* Repeat it: python -m deepep_rt soak", printed
+    )
+    assert "in hang" in printed, "the stacks"
+
+
+# --- parts -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "3"], "--rounds is 3; expected it only without --kill"),
+        (["--groups", "2,1"], "--groups is 2,1; expected it only without"),
+        (["--ranks", "5", "--slots", "4"], "--ranks is 5 and --slots is 4"),
+        (["--changes", "0"], "--changes is 0"),
+        (["--stops", "2"], "--stops is 2"),
+        (["--hidden", "7"], "hidden=7"),
+        (["--low-latency-tokens", "2"], "--low-latency-tokens is 2; expected at least the 4"),
+    ],
+)
+def test_wrong_options_are_errors(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deepep_rt.cli import app
+
+    monkeypatch.setattr(processes, "COMMAND", ["false"])
+    with pytest.raises(SystemExit) as end:
+        app.run([*COMMAND[2:], *options])
+    assert end.value.code == 1
+    assert f"error: {message}" in capsys.readouterr().err
+
+
+def test_options_of_kill_need_it(capsys: pytest.CaptureFixture[str]) -> None:
+    from deepep_rt.cli import app
+
+    with pytest.raises(SystemExit):
+        app.run(["soak", "--changes", "3"])
+    assert "--changes is 3; expected it only with --kill" in capsys.readouterr().err
+
+
+def test_several_processes_may_not_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kill._env, "launch", lambda: kill._env.Launch("MPICH", 0, 2))
+    with pytest.raises(EPConfigError, match="one of 2 processes of MPICH"):
+        kill.Kills(backend="host").check()
+
+
+def test_a_process_that_ends_by_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "COMMAND", ["false"])
+    with pytest.raises(
+        EPError, match=r"^after 0 changes of seed 1, rank \d \(process \d+\) ended with status 1; expected the Buffer"
+    ):
+        kill.run(kill.Kills(backend="host", seed=1))
+
+
+def test_a_rank_that_was_left_out_by_mistake_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "COMMAND", ["sh", "-c", """echo '{"event": "evicted"}'"""])
+    with pytest.raises(EPError, match=r"was left out by the others; .* pass a larger --timeout-s"):
+        kill.run(kill.Kills(backend="host", seed=1))
+
+
+def test_plans_have_both_modes_in_one_buffer() -> None:
+    """The choices of absent slots do not count, and no time-out masks."""
+    for seed in range(8):
+        options = buffers.Options(seed=seed, num_ranks=4, on_gpu=seed % 2 == 0, has_slots=True, rounds_per_buffer=1 << 61)
+        shape = buffers.buffer_of(options, 0).shape
+        assert (shape.low_latency, shape.on_timeout) == (True, "raise")
+        assert buffers.buffer_of(options, 0).ranks_per_node is None
+        kinds = {plan.round_of(options, number).kind for number in range(100)}
+        assert {"throughput", "expert_rows", "low_latency"} <= kinds
