@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .._console import console, printing
+from ..comm.rendezvous import check_place
 from ..errors import EPConfigError
 from ..network import TRANSPORTS
 from .options import Dtype, Hidden, Json, RanksPerNode, Slots, Tokens, TopK
@@ -29,6 +30,10 @@ def doctor(
     low_latency: Annotated[bool, typer.Option("--low-latency", help="Include the memory of the low-latency calls.")] = False,
     ranks_per_node: RanksPerNode = None,
     transport: Annotated[str, typer.Option(help="Transport between nodes: auto, nvshmem or mpi.")] = "auto",
+    max_ranks: Annotated[int | None, typer.Option(help="Say whether a Buffer with so many slots works here.")] = None,
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="With --max-ranks: connect to the store where its ranks meet.")
+    ] = None,
     network: Annotated[
         bool, typer.Option("--network", help="Measure latency and bandwidth between the ranks of this mpirun.")
     ] = False,
@@ -51,7 +56,16 @@ def doctor(
         low_latency=low_latency,
         ranks_per_node=ranks_per_node,
     )
-    job, prints = report.examine(sizes, ranks, backend, transport=transport, measure_network=network)
+    if rendezvous is not None and max_ranks is None:
+        raise EPConfigError(f"--rendezvous={rendezvous!r}; expected it only with --max-ranks. Pass both.")
+    if rendezvous == "auto":
+        raise EPConfigError(
+            "--rendezvous='auto'; expected the address of a store that runs. Leave it out: rank 0 starts that store."
+        )
+    check_place(rendezvous)
+    job, prints = report.examine(
+        sizes, ranks, backend, transport=transport, measure_network=network, max_ranks=max_ranks, rendezvous=rendezvous
+    )
     if not prints:  # status 0: a launcher that sees a rank fail ends the others, perhaps before rank 0 has printed
         return
     found = report.findings(job)

@@ -305,6 +305,28 @@ _ALL = (
         "processors, and at the NVLinks of that node (nvidia-smi nvlink --status). Measure twice: other traffic may "
         "disturb a run.",
     ),
+    # --- slots
+    FindingType(
+        "no-slots",
+        "Ranks cannot come and go in a Buffer of this job (max_ranks). Its ranks must be on one host and have a slot each. On GPUs it "
+        "needs virtual memory of CUDA, because the memory of NVSHMEM belongs to a fixed set of processes. Making it raises an error.",
+        "Start all ranks on one host, pass a larger max_ranks, and unset DEEPEP_RT_SYMMETRIC_MEMORY and DEEPEP_RT_RANKS_PER_NODE. If "
+        "the driver shares no virtual memory, no-virtual-memory says more.",
+    ),
+    FindingType(
+        "store-unreachable",
+        "The store where the ranks of a Buffer with slots meet does not answer. Making the Buffer, and each change of its members, raises "
+        "EPUnavailableError.",
+        "Start python -m deepep_rt store on a machine that stays, pass the address that it prints, and give all processes the same "
+        "DEEPEP_RT_STORE_TOKEN. A firewall may hide its port from other hosts.",
+    ),
+    FindingType(
+        "survivors-end",
+        "The launcher may end all ranks when one dies. The others then do not live to call shrink. Open MPI 4 and torchrun "
+        "always do so. MPICH and Slurm do so unless options forbid it.",
+        "Start with mpirun -disable-auto-cleanup (MPICH), or with srun --no-kill --kill-on-bad-exit=0 (Slurm), which was not tried. "
+        "Otherwise start the processes in another way, without a launcher that ends them together.",
+    ),
     # --- settings, cache, system
     FindingType(
         "wrong-setting",

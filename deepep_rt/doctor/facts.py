@@ -30,7 +30,7 @@ class JobReport:
     """The reports of all ranks, and the Buffer that they are to make. Input of the rules.
 
     A report has `facts` and `failures` of `runner.run_probes`, `launch`, `rank`, `local_rank` and `group`. `other_launch` is present if a
-    launcher other than MPI's may have started the process.
+    launcher other than MPI's may have started the process. `store` is present if doctor has looked for one: its `place`, and the `error`.
     """
 
     reports: Sequence[Mapping[str, Any]]  # one for each rank
@@ -40,6 +40,7 @@ class JobReport:
     mpi_failure: str | None = None  # the reason for which MPI did not deliver the other ranks' reports
     network: Mapping[str, Any] | None = None  # found by `network_rates.measure`, or `failure`. None: nothing was to be measured
     transport: str = "auto"  # as for `NetworkOptions`
+    max_ranks: int | None = None  # as for `Buffer`. None: it has no slots
 
     @property
     def uses_gpus(self) -> bool:
@@ -78,6 +79,9 @@ class JobReport:
         """Make the Buffer's configuration. Raise EPConfigError if the sizes are wrong."""
         # These two have defaults in environment variables. Other findings report mistakes in them.
         fixed = {"timeout_s": 1.0, "check_inputs": False}
+        if self.max_ranks is not None:
+            slots: dict[str, Any] = dict(num_ranks=self.max_ranks, ranks_per_node=self.max_ranks, has_slots=True)
+            return Config(**{**fixed, "num_experts": 32 * self.max_ranks, **self.sizes, **slots})
         there = len(self.reports) if len(self.reports) > 1 else MAX_RANKS_PER_NODE
         ranks = there if self.num_ranks is None else self.num_ranks
         declared = self.declared_ranks_per_node

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import _env
-from ..errors import EPConfigError
+from ..comm.store_client import StoreClient
+from ..errors import EPConfigError, EPError
 from .catalog import FINDING_TYPES
 from .facts import LEVELS, Finding, JobReport, differences, fact, is_broken
 from .job_rules import RULES
@@ -15,24 +16,36 @@ from .network_rules import NETWORK_RULES
 from .rank_rules import RANK_RULES
 from .runner import ALONE, NetworkRequest, gather, launch_variables, run_probes
 from .screen import show
+from .slot_rules import SLOT_RULES
 
 __all__ = ["as_json", "examine", "findings", "is_broken", "show"]
+
+_STORE_S = 5.0  # the limit of a connection
 
 
 # --- reports of the ranks ----------------------------------------------------------------------------------------------------------
 
 
 def examine(
-    sizes: Mapping[str, Any], num_ranks: int | None, backend: str, *, transport: str = "auto", measure_network: bool = False
+    sizes: Mapping[str, Any],
+    num_ranks: int | None,
+    backend: str,
+    *,
+    transport: str = "auto",
+    measure_network: bool = False,
+    max_ranks: int | None = None,
+    rendezvous: str | None = None,
 ) -> tuple[JobReport, bool]:
     """Examine this machine and gather the other ranks' reports. Return them, and whether this rank prints them. Collective.
 
     `sizes` are arguments of `Config` except for `num_ranks`, which is by default the ranks of the launcher. `num_experts` is optional.
-    `measure_network` measures between the ranks.
+    `measure_network` measures between the ranks. `max_ranks` is that of a Buffer with slots, whose ranks meet at `rendezvous`.
     """
     launch = launch_variables()
     other_launch: dict[str, Any] = {"size": _env.world_size(), "local_rank": _env.local_rank()}
     report = {**run_probes(), "launch": launch, "other_launch": other_launch}
+    if rendezvous is not None:
+        report["store"] = {"place": rendezvous, "error": _store_error(rendezvous)}
     rank, reports, failure, network = 0, [{**report, **ALONE}], None, None
     if fact(report, "mpi", "error") is None:
         request = NetworkRequest(_ranks_per_node(sizes), backend != "host", transport) if measure_network else None
@@ -41,7 +54,17 @@ def examine(
         rank = launch["rank"] if launch else 0
         if other_launch["size"] > 1:
             rank = rank or other_launch["local_rank"] or 0  # srun may have started torchrun, once on each host
-    return JobReport(reports, sizes, num_ranks, backend, failure, network, transport), rank == 0
+    return JobReport(reports, sizes, num_ranks, backend, failure, network, transport, max_ranks), rank == 0
+
+
+def _store_error(place: str) -> str:
+    """Connect to a store. Return why that fails, or an empty text."""
+    host, _, port = place.partition("/")[0].rpartition(":")
+    try:
+        StoreClient(host, int(port), _env.store_token(), _STORE_S).close()
+    except EPError as error:
+        return str(error)
+    return ""
 
 
 def _ranks_per_node(sizes: Mapping[str, Any]) -> int | None:
@@ -61,7 +84,7 @@ def findings(job: JobReport) -> list[Finding]:
 
     Equal findings about several ranks become one.
     """
-    made = [finding for rule in (*RULES, *NETWORK_RULES) for finding in _apply(rule, job)]
+    made = [finding for rule in (*RULES, *NETWORK_RULES, *SLOT_RULES) for finding in _apply(rule, job)]
     ranks: dict[Finding, list[int]] = {}
     for report in job.reports:
         for rule in RANK_RULES:

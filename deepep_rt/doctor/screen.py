@@ -14,6 +14,7 @@ from rich.text import Text
 from .facts import Finding, JobReport, access_between, differences, fact, format_ranges, gpu_of, gpus, is_broken, path_between
 from .memory_facts import provider_of, setting_of, unshared
 from .network_facts import has_several_nodes, link_summaries, transport_of
+from .slot_rules import launcher_of, obstacles
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _MAX_HOSTS = 4  # hosts with a table of GPUs
@@ -80,6 +81,8 @@ def _fact_rows(job: JobReport, report: Mapping[str, Any]) -> Iterable[tuple[str,
     yield "Addresses", _addresses(report)
     yield "Kernel cache", _cache(report)
     yield "Memory", _memory(job)
+    if job.max_ranks is not None:
+        yield "Slots", _slots(job)
     variables = fact(report, "settings", "variables") or {}
     yield "Variables", ", ".join(f"{name}={value}" for name, value in variables.items()) or "none that matter"
 
@@ -153,6 +156,14 @@ def _memory(job: JobReport) -> str:
     sizes = f"{c.num_max_tokens_per_rank} tokens, hidden {c.hidden}, top-{c.num_topk} of {c.num_experts} experts"
     buffer = f"a {modes} Buffer of {c.num_ranks} ranks, {sizes}, {c.dtype}, {c.num_slots} slots"
     return f"{hint['total'] / 1e9:.2f} GB a rank for {buffer}" + (f"\n{_provider(job)}" if job.uses_gpus else "")
+
+
+def _slots(job: JobReport) -> str:
+    """Say whether ranks can come and go, where they meet, and which launcher decides what becomes of survivors."""
+    state = f"{job.max_ranks} slots " + ("cannot work here" if obstacles(job) else "can work here")
+    store = job.reports[0].get("store")
+    meets = f"store {store['place']}: {'does not answer' if store['error'] else 'answers'}" if store else "store: not looked for"
+    return f"{state}; {meets}; launcher: {launcher_of(job) or 'none'}"
 
 
 def _provider(job: JobReport) -> str:

@@ -47,6 +47,18 @@ def memory_is(setting: str) -> Callable[[JobReport], None]:
     return set_facts("settings", variables={"DEEPEP_RT_SYMMETRIC_MEMORY": setting})
 
 
+def launched_by(launcher: str, survivors_live: bool | None = None) -> Callable[[JobReport], None]:
+    def change(one: dict[str, Any]) -> None:
+        one["launch"]["launcher"] = launcher
+        one["facts"]["mpi"].update(family="MPICH", survivors_live=survivors_live)
+
+    return combined(memory_is("heap"), on_every_rank(change))
+
+
+def store_answers(error: str) -> Callable[[JobReport], None]:
+    return on_every_rank(lambda one: one.update(store={"place": "10.0.0.1:29600", "error": error}))
+
+
 def found(job: JobReport) -> dict[str, str]:
     return {finding.type.name: finding.level for finding in findings(job)}
 
@@ -82,6 +94,7 @@ NO_DRIVER = combined(
 )
 DOWN = [{"port": "1", "state": "DOWN", "rate": "", "link": ""}]
 ONE_PROCESS, TWO_HOSTS, NO_SHARING = dict(ranks=1), dict(ranks=16), dict(ranks=8, num_gpus=4)
+SLOTS = dict(ranks=8, max_ranks=8)
 GROUPS_OF_4 = dict(ranks=8, sizes={**SIZES, "ranks_per_node": 4})
 
 # Type, level, machine, fault and text of each finding.
@@ -193,6 +206,22 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
      combined(), "far, MPI: ranks 16 and 0 reach 20 GB/s, the median is 44"),
     ("slow-pair", "warning", dict(ranks=24, network=measured(ranks=24, gpus={"near": {"0": 330, "1": 335, "2": 120}})), combined(),
      "near, GPU: node 2 reaches 120 GB/s"),
+    ("no-slots", "error", dict(TWO_HOSTS, backend="host", max_ranks=16), combined(), "the ranks are on 2 hosts"),
+    ("no-slots", "error", dict(GROUPS_OF_4, max_ranks=8), memory_is("heap"), "nodes of 4 ranks are declared"),
+    ("no-slots", "error", dict(ranks=8, max_ranks=4), memory_is("heap"), "there are 8 ranks for 4 slots"),
+    ("no-slots", "error", dict(ranks=8, max_ranks=16), memory_is("heap"), "NVLink connects 8 ranks, and there are 16 slots"),
+    ("no-slots", "error", SLOTS, memory_is("nvshmem"), "DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem"),
+    ("no-slots", "error", SLOTS,
+     combined(memory_is("auto"), set_facts_of_rank(1, "driver", not_shared="EPERM")), "no virtual memory (rank 1: EPERM)"),
+    ("store-unreachable", "error", dict(ranks=1, max_ranks=8), combined(memory_is("heap"), store_answers("refused")), "refused"),
+    ("store-unreachable", "error", SLOTS, combined(launched_by("MPICH", True), store_answers("refused")), "ranks 0 to 7: refused"),
+    ("survivors-end", "warning", SLOTS, memory_is("heap"), "Open MPI started the ranks"),
+    ("survivors-end", "note", SLOTS,
+     combined(memory_is("heap"), set_facts("mpi", library="Open MPI v5.0.3")), "what Open MPI v5.0.3 does was not tried"),
+    ("survivors-end", "warning", SLOTS, launched_by("MPICH", False), "without -disable-auto-cleanup"),
+    ("survivors-end", "note", SLOTS, launched_by("MPICH"), "cannot be seen"),
+    ("survivors-end", "note", SLOTS, launched_by("Slurm"), "--kill-on-bad-exit=0"),
+    ("survivors-end", "warning", dict(ranks=1, max_ranks=8), combined(memory_is("heap"), set_other_launch(2, 0)), "torchrun started"),
     ("wrong-setting", "error", ONE_PROCESS, set_facts("settings", mistakes=["DEEPEP_RT_TIMEOUT_S='abc'"]), "'abc'"),
     ("unknown-setting", "warning", ONE_PROCESS, set_facts("settings", unknown=["DEEPEP_RT_TIMEOUT"]), "DEEPEP_RT_TIMEOUT"),
     ("cache-not-writable", "error", ONE_PROCESS, set_facts("cache", error="Permission denied"), "Permission denied"),
@@ -214,7 +243,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
 
 ALONE = {
     "no-gpu", "driver-fails", "driver-too-old", "gpu-too-old", "no-nvlink", "shared-gpu", "nvshmem-mismatch", "cache-corrupt",
-    "no-mpirun", "other-launcher",
+    "no-mpirun", "other-launcher", "store-unreachable",
 }  # fmt: skip
 """Faults that make no other findings."""
 
@@ -232,6 +261,9 @@ def test_faults_are_found(kind: str, level: str, options: dict, change: Callable
 
 # States that are no fault, or none with this backend, and all findings.
 QUIET: dict[str, tuple[dict[str, Any], Callable[[JobReport], None], dict[str, str]]] = {
+    "ranks that may come and go": (SLOTS, combined(launched_by("MPICH", True), store_answers("")), {}),
+    "slots that no launcher fills": (dict(ranks=1, max_ranks=8), memory_is("heap"), {}),
+    "slots on the host backend": (dict(SLOTS, backend="host"), combined(launched_by("MPICH", True), memory_is("nvshmem")), {}),
     "one rank under mpirun": (ONE_PROCESS, lambda job: job.reports[0].update(launch={"launcher": "Open MPI", "rank": 0, "size": 1}), {}),  # type: ignore[attr-defined]
     "the wrong mpirun, which mpi4py's MPI does not know": (
         dict(ranks=2, mpi_failure="unsupported PMI version"),

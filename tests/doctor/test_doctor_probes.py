@@ -39,6 +39,27 @@ def test_prints_of_libraries_are_ignored(tmp_path: Path, doctor: Doctor) -> None
     assert "'failures': {}" in done.stdout
 
 
+def test_options_of_mpirun_are_read_from_processes(tmp_path: Path) -> None:
+    """Processes 4 and 5 are children of a proxy of mpirun, and process 6 of a shell."""
+    processes = {
+        2: (1, "mpiexec -n 2 python"),
+        3: (2, "/usr/bin/hydra_pmi_proxy"),
+        4: (3, "python"),
+        5: (1, "bash"),
+        6: (5, "python"),
+    }
+    for pid, (parent, words) in processes.items():
+        (tmp_path / f"proc/{pid}").mkdir(parents=True)
+        (tmp_path / f"proc/{pid}/stat").write_text(f"{pid} (a (b) c) S {parent} 1 1")
+        (tmp_path / f"proc/{pid}/cmdline").write_text("\0".join([*words.split(), ""]))
+    assert probes.survivors_live(tmp_path, 4) is False
+    for option in ("-disable-auto-cleanup", "--disable-auto-cleanup"):
+        (tmp_path / "proc/2/cmdline").write_text(f"/opt/bin/mpirun\0{option}\0-n\0002\0python\0")
+        assert probes.survivors_live(tmp_path, 4) is True
+    assert probes.survivors_live(tmp_path, 6) is None
+    assert probes.survivors_live(tmp_path, 77) is None
+
+
 def test_nics_and_driver_parameters(tmp_path: Path) -> None:
     def write(path: str, text: str) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

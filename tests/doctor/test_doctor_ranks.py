@@ -12,6 +12,7 @@ from doctor_command import Doctor, found_text, levels, program
 from launch import mpirun
 from without import starting_with
 
+from deepep_rt.comm.store_server import StoreServer
 from deepep_rt.doctor import runner
 
 
@@ -66,6 +67,20 @@ def test_odd_variables_of_torchrun(doctor: Doctor) -> None:
     assert levels(doctor.json(WORLD_SIZE="2", LOCAL_RANK="", RANK="1"))["other-launcher"] == "warning", "this process prints"
     command = [*mpirun(), "-n", "2", *program("--json", "--backend", "host")]
     assert "other-launcher" not in levels(doctor.json(command=command, WORLD_SIZE="2", LOCAL_RANK="1"))
+
+
+def test_slots_and_their_store(doctor: Doctor) -> None:
+    server = StoreServer()
+    server.serve_in_thread()
+    options = "--backend", "host", "--max-ranks", "8", "--rendezvous"
+    text = doctor.text(*options, f"{server.address}/decode", DEEPEP_RT_STORE_TOKEN="")
+    assert f"8 slots can work here; store {server.address}/decode: answers; launcher: none" in " ".join(text.split())
+    server.close()
+    answer = doctor.json(*options, server.address, status=1)
+    assert f"the store at {server.address} was not reached" in found_text(answer, "store-unreachable")
+    for place, message in (("auto", "rank 0 starts that store"), ("nowhere", "rendezvous='nowhere'")):
+        assert message in doctor.run(program(*options, place)).stderr
+    assert "expected it only with --max-ranks" in doctor.run(program("--rendezvous", "a:1")).stderr
 
 
 def test_an_mpi_that_does_not_start(doctor: Doctor, tmp_path: Path) -> None:
