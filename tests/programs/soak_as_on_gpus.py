@@ -166,10 +166,17 @@ def damage(call):
     Session.timed = damaged
 
 
+def wrap_arrays():
+    """Let calls return arrays with CuPy's attributes."""
+    wrap = frameworks.NumpyFramework.wrap
+    frameworks.NumpyFramework.wrap = lambda self, view: wrap(self, view).view(Array)
+
+
 def main():
     damage(sys.argv[1])
     sys.modules["cupy"] = make_cupy()
-    wrap, run, make_graph = frameworks.NumpyFramework.wrap, runner.Run.choose_backend, Graph.__init__
+    wrap_arrays()
+    run, make_graph = runner.Run.choose_backend, Graph.__init__
 
     def backend(self):
         run(self)
@@ -179,7 +186,6 @@ def main():
         graphs.append(self)
         make_graph(self, session)
 
-    frameworks.NumpyFramework.wrap = lambda self, view: wrap(self, view).view(Array)
     runner.Run.choose_backend, runner.Buffer, Graph.__init__ = backend, on_host, init
     try:
         cli.run(["soak", "--backend", "host", *sys.argv[2:]])

@@ -51,6 +51,14 @@ def test_stops_too(seconds: Callable[[float], float]) -> None:
     assert re.match(r"passed: 2 kills, 1 stop, 1 leave, 1 wake, 3 joins in ", printed), printed
 
 
+def test_rounds_for_gpus() -> None:
+    """Graphs replay in each generation, and one along a routing of before is refused."""
+    sizes = "--hidden", 256, "--experts", 6, "--topk", 2, "--low-latency-tokens", 8
+    words = "--ranks", 2, "--changes", 2, "--stops", 0, "--seed", 3, "--timeout-s", 30
+    printed, _ = run(PROGRAMS / "kills_as_on_gpus.py", *sizes, *words)
+    assert printed.startswith("passed: "), printed
+
+
 def test_a_wrong_bit_is_found() -> None:
     printed = damaged("bit", "--changes", 20, "--stops", 0, "--seed", 1, "--timeout-s", 30)
     assert printed.startswith("mismatch: ")
