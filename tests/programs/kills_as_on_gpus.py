@@ -72,7 +72,7 @@ def rank(given):
     member.Buffer, member._has_fp8 = OnHost, lambda: True
     Graph.__init__, Graph.warm_up, OldRouting.__init__ = graph, warm_up_as_a_new_member, old_routing
     status = member.main([given])
-    assert status or json.loads(given)["rank"] < 0 or counted["old"], "a rank that was there at the start has seen each change"
+    assert status or json.loads(given)["rank"] < 0 or counted["old"], "a rank of the start that is awake has seen a change"
     sys.exit(status)
 
 

@@ -47,16 +47,17 @@ def test_kills_joins_and_leaves(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_stops_too(seconds: Callable[[float], float]) -> None:
-    printed, _ = run(*COMMAND, "--changes", 8, "--stops", 0.5, "--seed", 3, "--timeout-s", seconds(3))
-    assert re.match(r"passed: 2 kills, 1 stop, 1 leave, 1 wake, 3 joins in ", printed), printed
+    words = "--ranks", 2, "--changes", 3, "--stops", 0.6, "--seed", 7, "--timeout-s", seconds(2)
+    printed, _ = run(*COMMAND, *words)
+    assert printed.startswith("passed: 1 kill, 1 stop, 0 leaves, 0 wakes, 1 join in "), printed
 
 
 def test_rounds_for_gpus() -> None:
     """Graphs replay in each generation, and one along a routing of before is refused."""
     sizes = "--hidden", 256, "--experts", 6, "--topk", 2, "--low-latency-tokens", 8
-    words = "--ranks", 2, "--changes", 2, "--stops", 0, "--seed", 3, "--timeout-s", 30
+    words = "--ranks", 2, "--changes", 2, "--stops", 0, "--seed", 0, "--timeout-s", 30
     printed, _ = run(PROGRAMS / "kills_as_on_gpus.py", *sizes, *words)
-    assert printed.startswith("passed: "), printed
+    assert printed.startswith("passed: 1 kill, 0 stops, 0 leaves, 0 wakes, 1 join"), printed
 
 
 def test_a_wrong_bit_is_found() -> None:
