@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import platform
+import weakref
 
 from ..comm.communicator import Communicator
 from ..comm.failure_notice import making
@@ -43,7 +45,13 @@ def make_backend(
     met.release()
     others = {rank: identity for rank, identity in enumerate(identities) if rank != comm.Get_rank()}
     watches = others and not config.has_slots
-    return made, LivenessWatch(others, None, lambda rank: made.lose(rank, ENDED)) if watches else None
+    return made, LivenessWatch(others, None, functools.partial(_lose, weakref.ref(made))) if watches else None
+
+
+def _lose(backend: weakref.ref[Backend], rank: int) -> None:
+    """Run in the thread of a watch. It does not keep the backend, which must not end in that thread."""
+    if (made := backend()) is not None:
+        made.lose(rank, ENDED)
 
 
 def _make(

@@ -87,7 +87,10 @@ class LivenessWatch:
             elif has_gone is not None:
                 self._others.append(number)
         stop, to_stop = os.pipe2(os.O_CLOEXEC)
-        self._thread = threading.Thread(target=_serve, args=(weakref.ref(self), stop, list(self._descriptors)), daemon=True)
+        known = bool(self._ended or self._others)
+        self._thread = threading.Thread(
+            target=_serve, args=(weakref.ref(self), stop, list(self._descriptors), known), daemon=True
+        )
         self._thread.name = "deepep_rt's watch of processes"
         self._thread.start()
         self._stop = weakref.finalize(self, os.close, to_stop)  # the thread ends
@@ -119,14 +122,14 @@ class LivenessWatch:
         return bool(self._others)
 
 
-def _serve(owner: weakref.ref[LivenessWatch], stop: int, descriptors: list[int]) -> None:
-    """Watch until the other end of the pipe `stop` is closed: the thread does not keep the watch alive."""
+def _serve(owner: weakref.ref[LivenessWatch], stop: int, descriptors: list[int], looks: bool) -> None:
+    """Watch until the other end of the pipe `stop` is closed: the thread does not keep the watch alive. `looks`: at once, too."""
     waiting = select.poll()
     for descriptor in descriptors:
         waiting.register(descriptor, select.POLLIN)
     waiting.register(stop, 0)  # only its end counts
     try:
-        pause: float | None = 0.0
+        pause = 0.0 if looks else None
         while True:
             began = time.monotonic()
             ready = [descriptor for descriptor, _ in waiting.poll(pause)]
