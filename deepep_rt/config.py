@@ -296,14 +296,14 @@ class Config:
         """The threads of a block. NVSHMEM's functions use up to 158 registers, so fewer threads fit an SM."""
         return 256 if self.has_network else 512
 
-    def least_large_combine(self, num_blocks: int) -> int:
+    def least_large_combine(self, num_blocks: int, num_members: int) -> int:
         """Compute the least number of tokens for which `ll_combine_large` is faster than `ll_combine`.
 
         With fewer tokens, warps share a row, and each has at most one tile of it.
         """
         tiles = -(-2 * self.hidden // LOW_LATENCY_TILE_BYTES)
         most_rows = self.low_latency_threads // 32 * num_blocks >> (tiles - 1).bit_length()
-        return most_rows // min(self.num_ranks, self.num_topk) + 1
+        return most_rows // min(num_members, self.num_topk) + 1
 
     @cached_property
     def low_latency_ring_depth(self) -> int:

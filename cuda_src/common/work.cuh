@@ -1,16 +1,64 @@
-// Work distribution. Item j is chunk j / kNumRanks for some rank. Neighbouring items are for different ranks, so every link is busy all the
-// time, for any number of workers.
+// Work distribution. Item j is chunk j / members.count() for some member. Neighbouring items are for different ranks, so every link is busy
+// all the time, for any number of workers.
 #pragma once
 #include "common/memory.cuh"
+
+// The ranks that share work: all of them. The compiler knows their number.
+struct AllRanks {
+  AllRanks() = default;
+  __device__ __forceinline__ explicit AllRanks(const Params&) {}
+  __device__ __forceinline__ static constexpr int count() { return kNumRanks; }
+  __device__ __forceinline__ static int at(int place) { return place; }          // the member at a place, ascending
+  __device__ __forceinline__ static int place(int my_rank) { return my_rank; }   // of this rank
+  __device__ __forceinline__ static int divide(int n) { return n / kNumRanks; }  // by their number
+  __device__ __forceinline__ static int modulo(int n) { return n % kNumRanks; }
+  static constexpr u32 generation = 0;
+};
+
+// In Buffers with slots: those that have a process. Absent slots take no share. Otherwise links and SMs would idle for them.
+struct PresentRanks {
+  u32 numbers;     // 4 bits for each, ascending. The rest is ~0: lanes of no rank
+  u32 reciprocal;  // 2^31 / count(), rounded up
+  i32 num, my_place;
+  u32 generation;
+
+  PresentRanks() = default;
+  __device__ __forceinline__ explicit PresentRanks(const Params& p) {
+    const State* state = at_state(p);
+    numbers = state->members, reciprocal = state->members_reciprocal, generation = state->generation;
+    const u32 present = ~state->absent & (1u << kNumRanks) - 1;
+    num = __popc(present), my_place = __popc(present & (1u << p.rank) - 1);
+  }
+  __device__ __forceinline__ int count() const { return num; }
+  __device__ __forceinline__ int at(int place) const { return numbers >> 4 * place & 15; }
+  __device__ __forceinline__ int place(int) const { return my_place; }
+  __device__ __forceinline__ int divide(int n) const { return static_cast<u64>(n) * reciprocal >> 31; }  // right for n < 2^28
+  __device__ __forceinline__ int modulo(int n) const { return n - divide(n) * num; }
+
+ private:
+  __device__ __forceinline__ static const State* at_state(const Params& p) { return ::at<const State>(p.state, 0); }
+};
+static_assert(!kHasSlots || kNumRanks <= 8);
+
+template <bool kSome>
+struct Select {
+  using Members = AllRanks;
+};
+template <>
+struct Select<true> {
+  using Members = PresentRanks;
+};
+using Members = Select<kHasSlots>::Members;
 
 struct Item {
   int rank;
   int chunk;
 };
 
-__device__ __forceinline__ Item item_at(int j, int my_rank) {
-  const int chunk = j / kNumRanks;
-  return {(j + chunk + my_rank) % kNumRanks, chunk};
+template <class Ranks>
+__device__ __forceinline__ Item item_at(const Ranks& members, int j, int my_rank) {
+  const int chunk = members.divide(j);
+  return {members.at(members.modulo(j + chunk + members.place(my_rank))), chunk};
 }
 
 // SMs differ in speed. With equal shares, one SM finishes in 300 us and another one in 550 us. Workers therefore claim tickets as they

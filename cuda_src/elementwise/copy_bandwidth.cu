@@ -14,13 +14,13 @@ __device__ inline void push(const Params& p, char* stages, u64* barriers) {
   WorkIterator work(queue, [](int) {});
   auto source = [&](const Item& it) { return at<char>(p.src, (static_cast<u64>(it.rank) * p.num_rows + it.chunk) * p.row_bytes); };
   auto target = [&](int item) {
-    const Item it = item_at(item, p.rank);
+    const Item it = item_at(AllRanks(), item, p.rank);
     return at<char>(p.peers[it.rank] + p.recv_x_offset, (static_cast<u64>(p.rank) * p.num_rows + it.chunk) * p.row_bytes);
   };
   auto is_measured = [&](const Item& it) { return kNumRanks == 1 || it.rank != p.rank; };
   if constexpr (kHasTma) {
     auto load = [&](int item, char* stage, u64* barrier) {
-      const Item it = item_at(item, p.rank);
+      const Item it = item_at(AllRanks(), item, p.rank);
       if (!is_measured(it)) return false;
       if (lane_idx() == 0) {
         barrier_expect(barrier, p.row_bytes);
@@ -32,7 +32,7 @@ __device__ inline void push(const Params& p, char* stages, u64* barriers) {
     bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return work.next(); }, target, load, store, [](int, bool) {});
   } else {
     for (int item = work.next(); item >= 0; item = work.next()) {
-      const Item it = item_at(item, p.rank);
+      const Item it = item_at(AllRanks(), item, p.rank);
       if (is_measured(it)) warp_copy(target(item), source(it), p.row_bytes);
     }
   }

@@ -28,7 +28,7 @@
 #include "common/work.cuh"
 #include "throughput/recv_window.cuh"
 
-struct Routes {
+struct Routes : Members {
   RecvWindow windows[kNumRanks];  // with addresses instead of offsets; `src_idx` is the address of the masks
   int first_row[kNumRanks];       // the first row by token from a source
   int num_rows[kNumRanks];
@@ -56,7 +56,8 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   const bool all_arrived = __all_sync(~0u, ok);
   const bool differs = all_arrived && ranks_differ(p, window, serial);
   if (lane == 0) {
-    routes.num_items = most * kNumRanks;
+    if constexpr (kHasSlots) static_cast<Members&>(routes) = Members(p);
+    routes.num_items = most * routes.count();
     routes.differs = differs;
     routes.idle = !all_arrived || differs || was_aborted(p);
   }
@@ -119,7 +120,7 @@ __device__ inline void copy_rows(const Params& p, const Routes& routes, u32 epoc
       const int j = work.next();
       if (j < 0) return -1;
       ++num_done;
-      const Item it = item_at(j, p.rank);
+      const Item it = item_at(routes, j, p.rank);
       row = routes.first_row[it.rank] + it.chunk;
       if (it.chunk < routes.num_rows[it.rank]) choices = announce(p, routes, row);
     }

@@ -65,16 +65,27 @@ __device__ __forceinline__ void combine(const Params& p, const WarpGroup& sender
   const int num_entries = *at<const i32>(p.handle, kLlHandleNumEntries);
   // The last warp sends and compares headers.
   const u32 dispatch_epoch = warp_idx() == kLastWarp ? *at<const u32>(p.handle, kLlHandleEpoch) : 0;
+  __shared__ u32 generation_of_routing;
+  if constexpr (kHasSlots) {
+    if (warp_idx() == 1 && lane_idx() == 0) generation_of_routing = *at<const u32>(p.handle, kLlHandleGeneration);
+  }
   if (warp_idx() == 0)
     acquire_credits(p, progress_of(p), kLlCombineAcks, kPhaseLlCombineRoom, at<const u32>(p.handle, kLlHandleExcluded), call);
   if (claims) first_item = ticket;
   __syncthreads();
   const u64 out_bytes = p.phases & kLlReceive ? static_cast<u64>(p.num_tokens) * kRowVecs * sizeof(Vec16) : 0;
-  if (call.failed) {
+  // With the routing of another generation, entries may belong to slots that are absent now. This rank then takes no part in the call.
+  const bool is_old = kHasSlots && generation_of_routing != call.generation;
+  if (is_old && threadIdx.x == 0) {
+    const u64 then = generation_of_routing;
+    if (blockIdx.x == 0) report_event(p, &Report::old_routing, (then + 1) << 32 | call.generation);
+    if (claims) fetch_add_relaxed_gpu(&progress_of(p)->tickets, 0u - senders.per_block);
+  }
+  if (call.failed || is_old) {
     poison(p.out, out_bytes, blockIdx.x * kLlThreads + threadIdx.x, gridDim.x * kLlThreads);
     return;
   }
-  const int num_items = (kInterleaved ? per_rank(num_entries) * kNumRanks : num_entries) * num_parts;
+  const int num_items = (kInterleaved ? per_rank(call, num_entries) * call.count() : num_entries) * num_parts;
   if (threadIdx.x == 32 * kLastWarp) advance(p, progress_of(p), call, num_items + senders.per_block * gridDim.x);
   if (p.phases & kLlSend) {
     clear_next_waits(p, call.sent, kPhaseLlWeights);

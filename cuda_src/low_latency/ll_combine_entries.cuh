@@ -54,7 +54,7 @@ __device__ inline void send_entries(const Params& p, const Call& call, const War
   u32 next = 0;
   for (int turn = 0; item < num_items; turn ^= 1) {
     if (group.is_leader()) next = fetch_add_relaxed_gpu(&progress_of(p)->tickets);
-    const int position = item >> group.log2_blocks, idx = kHasScaleOut ? entry_at(position, p.rank, num_entries) : position;
+    const int position = item >> group.log2_blocks, idx = kHasScaleOut ? entry_at(call, position, p.rank, num_entries) : position;
     if (idx < num_entries) send_entry<Form>(p, call, group, item & ((1 << group.log2_blocks) - 1), idx);
     if (group.is_leader()) ticket[turn][group.idx] = next;
     group.sync();
@@ -66,8 +66,10 @@ __device__ inline void send_entries(const Params& p, const Call& call, const War
 template <class Form>
 __device__ __forceinline__ void combine_entries(const Params& p) {
   overlap_kernels();
-  // The number of entries arrives too late, so this assumes that all ranks have as many tokens as this one.
-  const WarpGroup senders(log2_warps_per_item(p.num_tokens * (kNumRanks < kNumTopk ? kNumRanks : kNumTopk), kMaxLog2WarpsPerItem));
+  // The number of entries arrives too late, so this assumes that all ranks have as many tokens as this one. In a graph, the number of
+  // members may be an older one. The shape of groups is free.
+  const int num_members = kHasSlots ? p.num_members : kNumRanks;
+  const WarpGroup senders(log2_warps_per_item(p.num_tokens * (num_members < kNumTopk ? num_members : kNumTopk), kMaxLog2WarpsPerItem));
   combine<kHasScaleOut, Form>(p, senders, 1 << senders.log2_blocks, [&](const Call& call, int item, int num_items, int num_entries) {
     send_entries<Form>(p, call, senders, item, num_items, num_entries);
   });

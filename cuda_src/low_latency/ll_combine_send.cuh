@@ -177,8 +177,10 @@ struct Entry {
 // Entries are sorted by the rank that they go back to. With many entries, the warps take one for each rank in turn, and ranks start with
 // different ones. Otherwise all ranks would send to the same rank at a time. The number of entries of each rank is unknown, so some
 // positions lie past the last entry.
-__device__ __forceinline__ int per_rank(int num_entries) { return (num_entries + kNumRanks - 1) / kNumRanks; }
+__device__ __forceinline__ int per_rank(const Members& members, int num_entries) {
+  return members.divide(num_entries + members.count() - 1);
+}
 
-__device__ __forceinline__ int entry_at(int turn, int rank, int num_entries) {
-  return (turn + rank) % kNumRanks * per_rank(num_entries) + turn / kNumRanks;
+__device__ __forceinline__ int entry_at(const Members& members, int turn, int rank, int num_entries) {
+  return members.modulo(turn + members.place(rank)) * per_rank(members, num_entries) + members.divide(turn);
 }

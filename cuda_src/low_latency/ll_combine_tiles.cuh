@@ -15,7 +15,7 @@ __device__ inline void send_tiles(const Params& p, const Call& call, int item, i
   u32 next = 0;
   for (; item < num_items; item = __shfl_sync(~0u, next, 0) - call.tickets_before) {
     if (lane_idx() == 0) next = fetch_add_relaxed_gpu(&progress_of(p)->tickets);
-    const int idx = entry_at(item / kTilesPerRow, p.rank, num_entries);
+    const int idx = entry_at(call, item / kTilesPerRow, p.rank, num_entries);
     if (idx >= num_entries) continue;
     Entry entry(p, idx);
     if (call.excluded[entry.source] || !__all_sync(~0u, entry.await_weight(p, epoch))) continue;

@@ -161,9 +161,10 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
 template <class Part>
 __device__ inline bool receive_tokens(const ReceiveContext& r, const WarpGroup& group) {
   const Sources& sources = r.shared.sources;
-  const int num_items = sources.max_tokens * kNumRanks;
+  const Members& members = r.shared.call;
+  const int num_items = sources.max_tokens * members.count();
   for (int item = group.first(); item < num_items; item += group.step()) {
-    const int source = (item + r.p.rank) % kNumRanks, token = item / kNumRanks;
+    const int source = members.at(members.modulo(item + members.place(r.p.rank))), token = members.divide(item);
     if (token < sources.num_tokens[source] && !receive_token<Part>(r, source, token, group)) return false;
   }
   return true;
@@ -244,8 +245,8 @@ __device__ inline bool receive(const Params& p, u64 start, u32* arrival_bitmap, 
   const ReceiveContext r{p, shared, arrival_bitmap, start};
   // The last block writes the counts. With few rows it has none to receive.
   const bool publishes_counts = blockIdx.x == gridDim.x - 1;
-  auto group_of = [](int num_tokens) { return WarpGroup(log2_warps_per_item(num_tokens * kNumRanks, kMaxLog2WarpsPerItem)); };
-  auto num_busy = [&](int num_tokens) { return num_tokens * kNumRanks << group_of(num_tokens).log2_blocks; };
+  auto group_of = [&](int num_tokens) { return WarpGroup(log2_warps_per_item(num_tokens * call.count(), kMaxLog2WarpsPerItem)); };
+  auto num_busy = [&](int num_tokens) { return num_tokens * call.count() << group_of(num_tokens).log2_blocks; };
   auto copy = [&](bool awaited) { return copy_headers(p, call, awaited, shared.choices, arrival_bitmap); };
   // A block that will have rows copies the headers: it waits for each word, or takes the words that are there. It first assumes that other
   // ranks have as many tokens as this one.

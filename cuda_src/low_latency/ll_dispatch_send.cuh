@@ -115,6 +115,9 @@ __device__ inline void send(const Params& p, short* table, Shared& shared) {
   if (blockIdx.x == 0) {
     for (int r = threadIdx.x; r < kNumRanks; r += kLlThreads) at<u32>(p.handle, kLlHandleExcluded)[r] = shared.call.excluded[r];
     if (threadIdx.x == 0) *at<u32>(p.handle, kLlHandleEpoch) = epoch;
+    if constexpr (kHasSlots) {
+      if (threadIdx.x == 0) *at<u32>(p.handle, kLlHandleGeneration) = at<const State>(p.state, 0)->generation;
+    }
   }
   for (int turn = 0;; ++turn) {
     const int item = shared.item[turn % 2] - shared.call.tickets_before, token = item - 1;

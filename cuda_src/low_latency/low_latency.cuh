@@ -26,7 +26,7 @@ static_assert(1 << kLog2Warps == kWarps);
 constexpr u32 kEmptySentinel = 0xffffffff;
 
 // The numbers of a call, in the shared memory of a block.
-struct Call {
+struct Call : Members {
   u32 sent, received;  // epochs of the two halves
   u32 tickets_before;  // tickets that earlier calls claimed
   bool failed;
@@ -86,6 +86,7 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
     masked[i] = ld_relaxed_gpu(masked_at(p, r));
     excluded_too[i] = ld_relaxed_gpu((also_excluded ? also_excluded : masked_at(p, 0)) + r);
   }
+  const Members members(p);
   const u32 sent = progress->sent + 1, received = progress->received + 1, tickets_before = progress->tickets_before;
   if constexpr (kHasScaleOut) {
 #pragma unroll
@@ -126,6 +127,9 @@ __device__ inline void acquire_credits(const Params& p, const LlProgress* progre
   if (p.phases & kLlSend) clear_next_waits(p, sent - kRingDepth, phase);
   failed = __any_sync(~0u, failed);
   if (failed && is_replayed_too_early && blockIdx.x == 0 && lane_idx() == 0) raise_abort(p, kLlOpenHook, p.rank, sent, received);
+  if constexpr (kHasSlots) {
+    if (lane_idx() == 0) static_cast<Members&>(call) = members;
+  }
   if (lane_idx() == 0) call.sent = sent, call.received = received, call.tickets_before = tickets_before, call.failed = failed;
 }
 

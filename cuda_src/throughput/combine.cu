@@ -51,17 +51,17 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
   }
 }
 
-// This loop waits for memory, so each lane has up to 16 vectors in flight.
-template <bool kHasBias>
-__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
-  constexpr int kAtOnce = 16 / kNumRanks < 7 ? 16 / kNumRanks : 7;
+// This loop waits for memory, so each lane has up to 16 vectors in flight. With statistics, code for some members has registers for 12.
+template <bool kHasBias, int kBound>
+__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kBound], int token) {
+  constexpr int kInFlight = kHasStatistics && kBound < kNumRanks ? 12 : 16, kAtOnce = kInFlight / kBound < 7 ? kInFlight / kBound : 7;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
   for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
-    Vec16 held[kAtOnce][kNumRanks];
+    Vec16 held[kAtOnce][kBound];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-      for (int r = 0; r < kNumRanks; ++r) {
+      for (int r = 0; r < kBound; ++r) {
         if (rows[r] && first + i * 32 < kRowVecs) held[i][r] = ld_streaming(at<const Vec16>(rows[r], 0) + first + i * 32);
       }
     }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[
       if (v >= kRowVecs) break;
       float sum[kPerVec<kElement>] = {};
 #pragma unroll
-      for (int r = 0; r < kNumRanks; ++r) {
+      for (int r = 0; r < kBound; ++r) {
         if (rows[r]) add_to<kElement>(sum, held[i][r]);
       }
       if (kHasBias && p.bias_0) add_to<kElement>(sum, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
@@ -94,7 +94,5 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const _
       copy_rows_by_warp(p, routes, epoch);
     }
   };
-  auto reduce = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<false>(p, rows, token); };
-  auto reduce_with_bias = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<true>(p, rows, token); };
-  combine_rows(p, routes, progress, copy_rows, reduce, reduce_with_bias);
+  combine_rows(p, routes, progress, copy_rows);
 }

@@ -31,7 +31,9 @@
 // Whether rows of the own rank stay where they are, and the sums read them there. With few blocks, what an SM can move limits the call, and
 // this saves a copy. With more blocks the copy is faster: it reads ahead, and the sums then find the rows in L2. With many ranks, few rows
 // are of the own rank, and registers are short.
-__device__ __forceinline__ bool reads_own_rows() { return kSentRowBytes == kRowBytes && kNumRanks <= 3 && gridDim.x < kCopyOwnRowsBlocks; }
+__device__ __forceinline__ bool reads_own_rows(const Members& members) {
+  return kSentRowBytes == kRowBytes && members.count() <= 3 && gridDim.x < kCopyOwnRowsBlocks;
+}
 
 // Where rows are compressed, few blocks need many copy warps, which convert. Many blocks need many reduce warps, which wait for memory.
 __device__ __forceinline__ int num_copy_warps() {
@@ -39,7 +41,7 @@ __device__ __forceinline__ int num_copy_warps() {
   return gridDim.x < kManyBlocks ? kCombineCopyWarps : kCopyWarpsOfManyBlocks;
 }
 
-struct Routes {
+struct Routes : Members {
   u64 to_x[kNumRanks];  // address of this rank's first row at a source, and of its weights
   u64 to_weights[kNumRanks];
   i64 from_row[kNumRanks];    // the first row of y for a source
@@ -52,6 +54,7 @@ struct Routes {
 __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Routes& routes) {
   const int lane = lane_idx();
   const i32* rows = at<const i32>(p.handle, kHandleNumRows);
+  const Members members(p);
   RecvWindow window = {};
   bool ok = true;
   int count = 0;
@@ -70,8 +73,9 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   }
   const bool all_arrived = __all_sync(~0u, ok);
   const bool agreed = all_arrived && !ranks_differ(p, window, serial);
-  const int max_rows = __reduce_max_sync(~0u, lane == p.rank && reads_own_rows() ? 0 : count);
+  const int max_rows = __reduce_max_sync(~0u, lane == p.rank && reads_own_rows(members) ? 0 : count);
   if (lane == 0) {
+    if constexpr (kHasSlots) static_cast<Members&>(routes) = members;
     routes.max_rows = max_rows;
     routes.idle = !agreed || was_aborted(p);
   }
@@ -85,15 +89,14 @@ struct Chunk {
 };
 
 // Neighbouring items are for different ranks, as those of item_at.
-__device__ __forceinline__ Item copy_at(int j, int my_rank) {
-  constexpr int kOthers = kNumRanks > 1 ? kNumRanks - 1 : 1;
-  if (!reads_own_rows()) return item_at(j, my_rank);
-  const int chunk = j / kOthers;
-  return {(my_rank + 1 + (j + chunk) % kOthers) % kNumRanks, chunk};
+__device__ __forceinline__ Item copy_at(const Members& members, int j, int my_rank) {
+  if (!reads_own_rows(members)) return item_at(members, j, my_rank);
+  const int others = members.count() > 1 ? members.count() - 1 : 1, chunk = j / others;
+  return {members.at(members.modulo(members.place(my_rank) + 1 + (j + chunk) % others)), chunk};
 }
 
 __device__ __forceinline__ Chunk chunk_at(const Params& p, const Routes& routes, int j) {
-  const Item it = copy_at(j, p.rank);
+  const Item it = copy_at(routes, j, p.rank);
   return {it.rank, it.chunk, rows_in_chunk(routes.num_rows[it.rank], it.chunk, kChunkRows), static_cast<i64>(it.chunk) * kChunkRows};
 }
 
@@ -118,7 +121,7 @@ __device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 
 }
 
 __device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int num_workers) {
-  const int max_chunks = (routes.max_rows + kChunkRows - 1) / kChunkRows, num_targets = kNumRanks - (reads_own_rows() ? 1 : 0);
+  const int max_chunks = (routes.max_rows + kChunkRows - 1) / kChunkRows, num_targets = routes.count() - (reads_own_rows(routes) ? 1 : 0);
   return make_work_queue(&at<State>(p.state, 0)->combine_items, max_chunks * num_targets, num_workers, kCombineItemsPerTicket);
 }
 
@@ -146,14 +149,20 @@ __device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 
   }
 }
 
-// reduce_token(p, rows, token) adds up the rows at the given addresses and writes the token. Address 0: no row.
-template <class ReduceToken>
-__device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& routes, u32 epoch, ReduceToken reduce_token) {
+// Adds up the rows at the given addresses and writes the token. Address 0: no row. With biases it adds those too, in code of its own: a
+// call without biases would step over their instructions one by one. Each kernel defines it.
+template <bool kHasBias, int kBound>
+__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kBound], int token);
+
+// There are at most kBound members.
+template <bool kHasBias, int kBound>
+__device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& routes, u32 epoch) {
   const int lane = lane_idx();
   const u64 base = p.peers[p.rank];
   const u32* flags = at<const u32>(base, kControlCombineFlags);
-  int position = -1, next_position = -1;  // of the row from rank `lane`; -1: that rank sends none
-  int num_received = 0;                   // for the statistics
+  auto reads_own = [&] { return kBound <= 4 && reads_own_rows(routes); };  // with more, the compiler sees that it does not
+  int position = -1, next_position = -1;                                   // of the row from rank `lane`; -1: that rank sends none
+  int num_received = 0;                                                    // for the statistics
   auto prefetch = [&](int token) {
     position = next_position;
     const bool exists = lane < kNumRanks && token < p.num_tokens;
@@ -161,7 +170,7 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
   };
   WorkIterator work({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, prefetch);
   for (int token = work.next(); token >= 0; token = work.next()) {
-    const bool is_here = lane == p.rank && reads_own_rows();
+    const bool is_here = lane == p.rank && reads_own();
     bool ok = true;
     if (position >= 0 && !is_here)
       ok = wait_epoch(p, flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
@@ -170,22 +179,36 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
     if (!all_ok) return;
     if constexpr (kHasStatistics) num_received += __popc(__ballot_sync(~0u, position >= 0));
     const i64 my_row = position >= 0 ? position + (is_here ? routes.from_row[lane] : routes.staged_row[lane]) : -1;
-    u64 rows[kNumRanks];  // addresses of the token's rows; 0: that rank sent none
+    u64 rows[kBound];  // addresses of the token's rows, for each member; 0: that rank sent none
     float weight = 0;
 #pragma unroll
-    for (int r = 0; r < kNumRanks; ++r) {
-      const bool in_y = r == p.rank && reads_own_rows();
+    for (int m = 0; m < kBound; ++m) {
+      const int r = kBound < kNumRanks ? routes.at(m) : m;  // an absent rank sends none
+      const bool in_y = r == p.rank && reads_own();
       const i64 row = __shfl_sync(~0u, my_row, r);
-      rows[r] = row >= 0 ? (in_y ? p.y : base + p.recv_x_offset) + row * kSentRowBytes : 0;
+      rows[m] = row >= 0 ? (in_y ? p.y : base + p.recv_x_offset) + row * kSentRowBytes : 0;
       if (p.topk_weights && row >= 0 && lane < kNumTopk) {
         const u64 weights = in_y ? p.topk_weights : base + p.recv_topk_weights_offset;
         weight += ld_relaxed_sys(at<const float>(weights, 0) + row * kNumTopk + lane);  // L1 may hold an old line
       }
     }
     if (p.topk_weights && lane < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;
-    reduce_token(p, rows, token);
+    reduce_token<kHasBias>(p, rows, token);
   }
   if (lane == 0) count_received(p, num_received, kSentRowBytes);
+}
+
+// With few members, a lane has few rows to load at once. The compiler then needs to know that, to load more of each. sm_80 has no registers
+// left for that.
+template <bool kHasBias>
+__device__ __forceinline__ void reduce_tokens_of_members(const Params& p, const Routes& routes, u32 epoch) {
+  if constexpr (kHasSlots && kHasTma && kNumRanks > 2) {
+    if (routes.count() <= 2) return reduce_tokens<kHasBias, 2>(p, routes, epoch);
+  }
+  if constexpr (kHasSlots && kHasTma && kNumRanks > 4) {
+    if (routes.count() <= 4) return reduce_tokens<kHasBias, 4>(p, routes, epoch);
+  }
+  reduce_tokens<kHasBias, kNumRanks>(p, routes, epoch);
 }
 
 __device__ inline void poison_sums(const Params& p, u64 thread, u64 num_threads) {
@@ -194,11 +217,9 @@ __device__ inline void poison_sums(const Params& p, u64 thread, u64 num_threads)
 }
 
 // Runs the whole kernel. `routes` and `progress` lie in shared memory. copy_rows(epoch) is the work of a copy warp. Without TMA it also
-// raises the flags. reduce_with_bias adds biases too. It is a loop of its own, because a call without biases would step over their
-// instructions one by one.
-template <class CopyRows, class ReduceToken, class ReduceWithBias>
-__device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, CopyProgress* progress, CopyRows copy_rows,
-                                             ReduceToken reduce_token, ReduceWithBias reduce_with_bias) {
+// raises the flags.
+template <class CopyRows>
+__device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, CopyProgress* progress, CopyRows copy_rows) {
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->combine_epoch + 1;
@@ -222,9 +243,9 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
     const int copy_warps = num_copy_warps();
     if (warp >= copy_warps + kHasTma) {
       if (p.bias_0 || p.bias_1) {
-        reduce_tokens(p, routes, epoch, reduce_with_bias);
+        reduce_tokens_of_members<true>(p, routes, epoch);
       } else {
-        reduce_tokens(p, routes, epoch, reduce_token);
+        reduce_tokens_of_members<false>(p, routes, epoch);
       }
     } else if (kHasTma && warp == copy_warps) {
       signal_chunks(p, routes, epoch, progress);

@@ -158,20 +158,21 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
   }
 }
 
-// Channels of a lane in some passes of some rows.
+// Channels of a lane in some passes of some rows, of a token's kBound rows.
+template <int kBound>
 struct Batch {
-  static constexpr int kMost = kIsLog10 ? 3 : 4, kRanks = kNumRanks < kMost ? kNumRanks : kMost;
-  static constexpr int kAtOnce = kRanks < 3 && !kIsLog10 ? 2 : 1;     // passes
-  static constexpr int kPerPass = (kNumRanks + kRanks - 1) / kRanks;  // batches with the ranks of a pass
+  static constexpr int kMost = kIsLog10 ? 3 : 4, kRanks = kBound < kMost ? kBound : kMost;
+  static constexpr int kAtOnce = kRanks < 3 && !kIsLog10 ? 2 : 1;  // passes
+  static constexpr int kPerPass = (kBound + kRanks - 1) / kRanks;  // batches with the ranks of a pass
   Compressed held[kAtOnce][kRanks];
 
-  __device__ __forceinline__ void load(const u64 (&rows)[kNumRanks], int first_rank, int channel) {
+  __device__ __forceinline__ void load(const u64 (&rows)[kBound], int first_rank, int channel) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
       for (int r = 0; r < kRanks; ++r) {
         const int at_channel = channel + i * kPassChannels;
-        if (first_rank + r < kNumRanks && rows[first_rank + r] && at_channel < kHidden) {
+        if (first_rank + r < kBound && rows[first_rank + r] && at_channel < kHidden) {
           held[i][r] = load_compressed(at<const char>(rows[first_rank + r], 0), at_channel);
         }
       }
@@ -196,8 +197,9 @@ __device__ __forceinline__ void write_channels(const Params& p, int token, int c
 }
 
 // This loop waits for memory, so each lane loads a batch while it adds up the one before.
-template <bool kHasBias>
-__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kNumRanks], int token) {
+template <bool kHasBias, int kBound>
+__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kBound], int token) {
+  using Batch = Batch<kBound>;
   constexpr int kStep = Batch::kAtOnce * kPassChannels;
   const int first = lane_idx() * kLaneChannels;
   Batch batch;
@@ -215,7 +217,7 @@ __device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[
 #pragma unroll
         for (int r = 0; r < Batch::kRanks; ++r) {
           const int rank = b * Batch::kRanks + r;
-          if (rank < kNumRanks && rows[rank]) add_to(sum[i], batch.held[i][r]);
+          if (rank < kBound && rows[rank]) add_to(sum[i], batch.held[i][r]);
         }
       }
       batch = next;
@@ -240,9 +242,7 @@ __device__ __forceinline__ void combine_compressed(const Params& p, char* memory
       copy_rows_by_warp(p, routes, epoch);
     }
   };
-  auto reduce = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<false>(p, rows, token); };
-  auto reduce_with_bias = [](const Params& p, const u64(&rows)[kNumRanks], int token) { reduce_token<true>(p, rows, token); };
-  combine_rows(p, routes, progress, copy_rows, reduce, reduce_with_bias);
+  combine_rows(p, routes, progress, copy_rows);
 }
 
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) KERNEL(const __grid_constant__ Params p) {

@@ -27,7 +27,7 @@
 constexpr int kMetadataWarps = kDispatchThreads / 32 - kDispatchCopyWarps;
 constexpr int kMetadataRows = 32;
 
-struct Routes {
+struct Routes : Members {
   RecvWindow windows[kNumRanks];  // with addresses instead of offsets
   i64 first[kNumRanks];           // the first row of this rank at the receiver
   int num_rows[kNumRanks];        // rows to send that fit there
@@ -60,6 +60,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   }
   const int max_rows = __reduce_max_sync(~0u, fits), max_listed = __reduce_max_sync(~0u, listed);
   if (lane == 0) {
+    if constexpr (kHasSlots) static_cast<Members&>(routes) = Members(p);
     i64 arriving = 0;
     for (int s = 0; s < kNumRanks && sends; ++s) arriving += rows[s * kNumRanks + p.rank];
     routes.max_rows = max_rows;
@@ -74,7 +75,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
 // Rows follow the order of send_list. A ticket stands for a few copies of rows_per_copy rows.
 __device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int num_workers) {
   const int max_chunks = (routes.max_rows + p.rows_per_copy - 1) / p.rows_per_copy;
-  return make_work_queue(&at<State>(p.state, 0)->dispatch_items, max_chunks * kNumRanks, num_workers,
+  return make_work_queue(&at<State>(p.state, 0)->dispatch_items, max_chunks * routes.count(), num_workers,
                          min(kDispatchItemsPerTicket, 32 / p.rows_per_copy));
 }
 
@@ -92,14 +93,14 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     token = next_token;
     next_token = -1;
     if (my_copy >= queue.per_ticket || first + my_copy >= queue.num_items) return;
-    const Item it = item_at(first + my_copy, p.rank);
+    const Item it = item_at(routes, first + my_copy, p.rank);
     const int position = it.chunk * rows_per_copy + my_row;
     if (position < routes.num_rows[it.rank]) next_token = send_list[it.rank * kNumMaxTokens + position];
   };
   WorkIterator work(queue, prefetch);
 
   auto target = [&](int item) {
-    const Item it = item_at(item, p.rank);
+    const Item it = item_at(routes, item, p.rank);
     const u64 row = routes.first[it.rank] + it.chunk * rows_per_copy;
     return at<char>(routes.windows[it.rank].x, row * p.row_bytes);
   };
@@ -113,7 +114,7 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     return true;
   };
   auto store = [&](int, int item, char* stage) {
-    const Item it = item_at(item, p.rank);
+    const Item it = item_at(routes, item, p.rank);
     const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, rows_per_copy);
     bulk_store(target(item), stage, num_rows * p.row_bytes);
   };
@@ -126,7 +127,7 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes) 
   const i32* send_list = at<i32>(p.handle, kHandleSendList);
   WorkIterator work(queue_of(p, routes, num_workers), [](int) {});
   for (int item = work.next(); item >= 0; item = work.next()) {
-    const Item it = item_at(item, p.rank);
+    const Item it = item_at(routes, item, p.rank);
     const int end = min((it.chunk + 1) * p.rows_per_copy, routes.num_rows[it.rank]);
     for (int position = it.chunk * p.rows_per_copy; position < end; ++position) {
       const u64 token = send_list[it.rank * kNumMaxTokens + position];
@@ -167,9 +168,9 @@ __device__ inline void copy_topk(const Params& p, const RecvWindow& window, int 
 
 __device__ inline void copy_metadata(const Params& p, const Routes& routes) {
   const int worker = blockIdx.x * kMetadataWarps + warp_idx() - kDispatchCopyWarps, num_workers = gridDim.x * kMetadataWarps;
-  const int num_items = (routes.max_listed + kMetadataRows - 1) / kMetadataRows * kNumRanks;
+  const int num_items = (routes.max_listed + kMetadataRows - 1) / kMetadataRows * routes.count();
   for (int item = worker; item < num_items; item += num_workers) {
-    const Item it = item_at(item, p.rank);
+    const Item it = item_at(routes, item, p.rank);
     const RecvWindow& window = routes.windows[it.rank];
     const int position = it.chunk * kMetadataRows + lane_idx();
     const int token =

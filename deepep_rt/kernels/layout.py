@@ -248,6 +248,7 @@ class Layout:
             [
                 ("num_entries", 4),
                 ("epoch", 4),  # of the dispatch
+                ("generation", 4 if config.has_slots else 0),  # in which the routing was made
                 ("excluded", config.num_ranks * 4),  # 1: the dispatch excluded the rank
                 ("choices", config.num_max_tokens_per_rank * config.num_topk * 2),  # [token][choice] int16: the expert, or -1
                 ("num_recv_per_expert", config.num_local_experts * 4),

@@ -127,6 +127,8 @@ State = CStruct(
     u32 nodes_differs;     // 1: the ranks made different calls, as the last launch of these kernels saw that did not skip its work
     u32 absent;            // with slots: a bit for each slot that has no process in this generation
     u32 generation;        // its number
+    u32 members;           // with slots: the ranks that have a process, ascending, 4 bits for each. The rest is ~0
+    u32 members_reciprocal;  // 2^31 / their number, rounded up
     """,
 )
 

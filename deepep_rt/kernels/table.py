@@ -386,6 +386,7 @@ _LOW_LATENCY_COMBINE = (
     i32 reduce_early;       // each rank adds up its rows of a token and sends one
     i32 has_weights;        // the weights came with the dispatch
     u32 call_signature;     // all ranks must agree on it
+    i32 num_members;        // when the call was made
 """
 )
 

@@ -235,6 +235,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
     assert layout.low_latency_handle.sizes == {
         "num_entries": 4,
         "epoch": 4,
+        "generation": 4 * config.has_slots,
         "excluded": ranks * 4,
         "choices": tokens * topk * 2,
         "num_recv_per_expert": config.num_local_experts * 4,

@@ -451,7 +451,6 @@ def test_launches_with_an_old_routing(seed):
         few_calls(machine, buffers, seed + 1)
 
 
-@pytest.mark.xfail(reason="the tables of a low-latency dispatch have no generation", strict=True)
 @pytest.mark.parametrize("seed", seeds(4))
 def test_low_latency_launches_with_an_old_routing(seed):
     """So does a replay of a low-latency combine without its dispatch: no peer gets a row, a weight or a header of it."""

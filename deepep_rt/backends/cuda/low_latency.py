@@ -81,7 +81,14 @@ class LowLatencyKernels:
         self._has_warned_of_fp8 = False
         # The same for every call: a rank with few tokens may receive many.
         self.num_blocks = min(config.low_latency_sms, driver.num_sms(runtime.device), max(2 * config.num_max_tokens_per_rank, 16))
-        self._least_large_combine = math.inf if config.has_network else config.least_large_combine(self.num_blocks)
+        self._least_large_combine = [
+            math.inf if config.has_network else config.least_large_combine(self.num_blocks, max(members, 1))
+            for members in range(config.num_ranks + 1)
+        ]
+
+    @property
+    def _num_members(self) -> int:
+        return len(self._runtime.comm.numbers)
 
     def row_format(self, inputs: LowLatencyDispatchInputs) -> RowFormat:
         """Return the format of rows that a dispatch brings."""
@@ -142,7 +149,8 @@ class LowLatencyKernels:
 
     def combine_name(self, num_tokens: int, reduce_early: bool, compress: str | None) -> str:
         """Return the name of the kernel that makes a combine."""
-        name = "ll_combine_large" if num_tokens >= self._least_large_combine and reduce_early else "ll_combine"
+        is_large = num_tokens >= self._least_large_combine[self._num_members] and reduce_early
+        name = "ll_combine_large" if is_large else "ll_combine"
         return f"{name}_{compress}" if compress else name
 
     def dispatch_params(
@@ -233,6 +241,7 @@ class LowLatencyKernels:
             "reduce_early": reduce_early,
             "has_weights": has_weights,
             "call_signature": pack(signature),
+            "num_members": self._num_members,
         }
 
 

@@ -161,6 +161,8 @@ class CudaRuntime:
         self._clear_flags()
         state = np.zeros(1, structs.State.dtype({}))
         state["absent"], state["generation"] = sum(1 << slot for slot in absent), generation
+        state["members"] = sum((number ^ 15) << 4 * place for place, number in enumerate(sorted(members))) ^ 0xFFFFFFFF
+        state["members_reciprocal"] = -(-(1 << 31) // len(members))
         masked = np.zeros(self.config.num_ranks, np.uint32)
         masked[absent] = 1
         for values, region in ((state, "state"), (masked, "masked")):
