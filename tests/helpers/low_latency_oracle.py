@@ -178,7 +178,7 @@ def _entries_of(
     for source, inputs in enumerate(all_inputs):
         if source not in live:
             continue
-        for token, choices in enumerate(inputs.topk_idx):
+        for token, choices in enumerate(inputs.topk_idx.tolist()):
             for k, expert in enumerate(choices):
                 if expert // each == peer and expert >= 0:
                     found[expert % each].append((source, token, k))

@@ -81,8 +81,8 @@ def expected_dispatch(
     rows: list[tuple[int, int]] = []
     entries = dict.fromkeys(range(first, last), 0)
     for source, inputs in enumerate(all_inputs):
-        for token in range(len(inputs.topk_idx)):
-            local = [int(e) for e in inputs.topk_idx[token] if first <= e < last]
+        for token, chosen in enumerate(inputs.topk_idx.tolist()):
+            local = [e for e in chosen if first <= e < last]
             if local:
                 rows.append((source, token))
             for expert in local:
@@ -221,10 +221,11 @@ def expected_expert_rows(
     first, last = _experts_of(rank, len(all_inputs), num_experts)
     rows: list[tuple[int, int, int, int] | None] = []
     offsets, counts = [0], []
+    choices = [inputs.topk_idx.tolist() for inputs in all_inputs]  # faster to loop over than arrays
     for expert in range(first, last):
         begin = len(rows)
-        for source, inputs in enumerate(all_inputs):
-            for token, chosen in enumerate(inputs.topk_idx):
+        for source, tokens in enumerate(choices):
+            for token, chosen in enumerate(tokens):
                 rows += [(expert - first, source, token, k) for k, e in enumerate(chosen) if e == expert]
         while len(rows) % expert_alignment:
             rows.append(None)
