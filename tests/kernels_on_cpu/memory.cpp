@@ -6,6 +6,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <utility>
@@ -58,15 +59,16 @@ void deliver(size_t i) {
 
 template <class Which>
 void deliver_all(Which which) {
-  size_t kept = 0;
-  for (const Store& s : in_flight) {
-    if (which(s)) {
-      memcpy(s.to, s.value, s.num_bytes);
+  const auto first = std::find_if(in_flight.begin(), in_flight.end(), which);  // most loads find none
+  auto kept = first;
+  for (auto s = first; s != in_flight.end(); ++s) {
+    if (which(*s)) {
+      memcpy(s->to, s->value, s->num_bytes);
     } else {
-      in_flight[kept++] = s;
+      *kept++ = *s;
     }
   }
-  in_flight.resize(kept);
+  in_flight.erase(kept, in_flight.end());
 }
 
 void send(void* to, const void* from, unsigned num_bytes) {

@@ -29,4 +29,7 @@ bool end_stalls();
 // Lists what is in flight.
 std::string describe_network();
 
+// Reports an error, as `fail` does, where no kernel runs.
+void stop(const std::string& text);
+
 }  // namespace cpu_gpu

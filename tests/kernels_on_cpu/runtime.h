@@ -1,9 +1,8 @@
 // The interface of the scheduler (runtime.cpp) for kernels that are compiled for the CPU. Each CUDA thread is a fiber. One runs at a time.
+// Every kernel includes this file, and <string> would take a third of the time that a kernel compiles.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
-
-#include <string>
 
 namespace cpu_gpu {
 
@@ -89,9 +88,6 @@ uint64_t current_turn();
 
 // Reports an error of the kernel. The run ends, and Python raises this text.
 [[noreturn]] void fail(const char* text);
-
-// The same, where no kernel runs.
-void stop(const std::string& text);
 
 template <class T>
 T& shared_variable(int id) {
