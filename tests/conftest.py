@@ -12,6 +12,7 @@ from collections.abc import Callable
 import hypothesis
 import kept
 import limits
+import passed
 import pytest
 from paths import ROOT
 
@@ -52,6 +53,11 @@ SLOWEST_FIRST = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option with which CI does not run tests twice."""
+    parser.addoption("--passed", metavar="JUNIT_FILE", help="leave out tests that passed there; see tests/helpers/passed.py")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the whole suite on all cores, unless the command says otherwise. Under an MPI launcher, each rank runs all tests itself."""
@@ -79,6 +85,11 @@ def seconds() -> Callable[[float], float]:
     return functools.partial(limits.seconds, times=limits.slowness())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the slowest files to the front; all others keep their order."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `--passed` names, and sort the slowest files to the front. All others keep their order."""
+    if report := config.getoption("passed", None):
+        known = passed.tests_in(report)
+        left_out = {item for item in items if passed.need_not_run_again(item.nodeid, known)}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: (*SLOWEST_FIRST, item.path.stem).index(item.path.stem))

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import passed
 import pytest
 from paths import PROGRAMS, ROOT
 
@@ -81,3 +82,27 @@ def test_each_program_has_a_quick_test(quick_tests: list[set[str]]) -> None:
         reached |= new  # programs run others too
     missing = set(programs) - reached - OF_GPUS
     assert not missing, f"{missing}; expected a quick test for each. Give one of its tests no mark full, or few ranks."
+
+
+def test_ci_leaves_out_only_what_has_passed_and_needs_no_library(tmp_path: Path) -> None:
+    cases = {
+        "kernels.test_layout": "",
+        "kernels.test_slots_on_cpu": "<failure/>",
+        "jit.test_build": "<skipped/>",
+        "torch.test_torch": "",
+    }
+    report = tmp_path / "quick.xml"
+    elements = (f'<testcase classname="tests.{module}" name="test_a[b/c]">{end}</testcase>' for module, end in cases.items())
+    report.write_text(f"<testsuite>{''.join(elements)}</testsuite>")
+    known = passed.tests_in(report)
+    names = {module: f"tests/{module.replace('.', '/')}.py::test_a[b/c]" for module in cases}
+    assert [module for module in cases if passed.need_not_run_again(names[module], known)] == ["kernels.test_layout"]
+    assert not passed.need_not_run_again(names["kernels.test_layout"].replace("test_a", "test_b"), known)
+
+
+def test_tests_that_start_programs_run_with_all_libraries() -> None:
+    """So do tests whose files name a library."""
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    alone = {file for file in files if passed.uses_no_libraries(file)}
+    assert {"tests/kernels/test_kernels_on_cpu.py", "tests/jit/test_kernels_compile.py"} < alone
+    assert not alone & {"tests/cuda/test_heap.py", "tests/backends/cuda/test_start.py", "tests/backends/test_host_backend.py"}
