@@ -324,7 +324,8 @@ _ALL = (
         "survivors-end",
         "The launcher may end all ranks when one dies. The others then do not live to call shrink. Open MPI 4 and torchrun "
         "always do so. MPICH and Slurm do so unless options forbid it.",
-        "Start with mpirun -disable-auto-cleanup (MPICH), or with srun --no-kill --kill-on-bad-exit=0 (Slurm), which was not tried. "
+        "Start with mpirun -disable-auto-cleanup and a shell around each rank (MPICH; docs/slurm-and-mpirun.md has the command), or with "
+        "srun --no-kill --kill-on-bad-exit=0 (Slurm), which was not tried. "
         "Otherwise start the processes in another way, without a launcher that ends them together.",
     ),
     # --- settings, cache, system

@@ -34,7 +34,7 @@ _PACKAGES = re.compile(
     r"|nvshmem4py-cu1\d|nvidia-(ml-py|cuda-nvrtc|nvjitlink|cuda-runtime|cuda-cccl|nvshmem)(-cu1\d)?"
 )
 _MPIRUN_LIMIT_S = 10
-_MPIRUNS = ("mpirun", "mpiexec", "mpiexec.hydra")
+_MPIRUNS, _PROXY, _SHELLS = ("mpirun", "mpiexec", "mpiexec.hydra"), "hydra_pmi_proxy", ("sh", "bash", "dash", "zsh")
 _NVIDIA_PCI_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 
 
@@ -90,17 +90,30 @@ def machine(root: Path = Path("/")) -> dict[str, Any]:
 
 def mpi() -> dict[str, Any]:
     """Report mpi4py, its MPI library, and the mpirun on the PATH. Do not start MPI."""
-    return {**_mpi_library(), **_mpirun(), "survivors_live": survivors_live()}
+    return {**_mpi_library(), **_mpirun(), "survivors_end": survivors_end()}
 
 
-def survivors_live(root: Path = Path("/"), pid: int | None = None) -> bool | None:
-    """Tell whether the mpirun of MPICH that started this process lets ranks live when one dies. None: it is not seen, as on other hosts."""
+def survivors_end(root: Path = Path("/"), pid: int | None = None) -> str | None:
+    """Tell why the mpirun of MPICH that started this process ends all ranks when one dies. Empty: it does not. None: it is not seen, as on
+    other hosts.
+    """
     pid = os.getpid() if pid is None else pid
+    rank = child = ""  # the programs that mpirun's proxy has started for this rank, and the last one seen
     with contextlib.suppress(OSError, ValueError, IndexError):
         while pid > 1:
             program, *words = (root / f"proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            if Path(program).name in _MPIRUNS:
-                return any(word.lstrip("-") == "disable-auto-cleanup" for word in words)
+            name = Path(program).name
+            if name in _MPIRUNS:
+                if not any(word.lstrip("-") == "disable-auto-cleanup" for word in words):
+                    return "runs without -disable-auto-cleanup"
+                return (
+                    ""
+                    if rank in _SHELLS
+                    else "has started the ranks without a shell around each, and ends all if a signal kills one"
+                )
+            if name == _PROXY:
+                rank = child
+            child = name
             pid = int((root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return None
 

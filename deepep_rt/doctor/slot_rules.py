@@ -58,12 +58,12 @@ def _store(job: JobReport) -> Iterator[Finding]:
 def _survivors(job: JobReport) -> Iterator[Finding]:
     if job.max_ranks is None or not (launcher := launcher_of(job)):
         return
-    survive = fact(job.reports[0], "mpi", "survivors_live")
     if launcher == "MPICH":
-        if survive is None:
+        why = fact(job.reports[0], "mpi", "survivors_end")
+        if why is None:
             yield Finding.of("survivors-end", "note", "whether MPICH's mpirun has -disable-auto-cleanup cannot be seen from here")
-        elif not survive:
-            yield Finding.of("survivors-end", "warning", "MPICH's mpirun runs without -disable-auto-cleanup")
+        elif why:
+            yield Finding.of("survivors-end", "warning", f"MPICH's mpirun {why}")
     elif launcher == "Slurm":
         yield Finding.of("survivors-end", "note", "whether srun has --no-kill and --kill-on-bad-exit=0 cannot be seen from here")
     elif launcher == "Open MPI" and numbers_of(fact(job.reports[0], "mpi", "library")) >= (5,):

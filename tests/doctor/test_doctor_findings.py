@@ -47,10 +47,10 @@ def memory_is(setting: str) -> Callable[[JobReport], None]:
     return set_facts("settings", variables={"DEEPEP_RT_SYMMETRIC_MEMORY": setting})
 
 
-def launched_by(launcher: str, survivors_live: bool | None = None) -> Callable[[JobReport], None]:
+def launched_by(launcher: str, survivors_end: str | None = None) -> Callable[[JobReport], None]:
     def change(one: dict[str, Any]) -> None:
         one["launch"]["launcher"] = launcher
-        one["facts"]["mpi"].update(family="MPICH", survivors_live=survivors_live)
+        one["facts"]["mpi"].update(family="MPICH", survivors_end=survivors_end)
 
     return combined(memory_is("heap"), on_every_rank(change))
 
@@ -214,11 +214,11 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
     ("no-slots", "error", SLOTS,
      combined(memory_is("auto"), set_facts_of_rank(1, "driver", not_shared="EPERM")), "no virtual memory (rank 1: EPERM)"),
     ("store-unreachable", "error", dict(ranks=1, max_ranks=8), combined(memory_is("heap"), store_answers("refused")), "refused"),
-    ("store-unreachable", "error", SLOTS, combined(launched_by("MPICH", True), store_answers("refused")), "ranks 0 to 7: refused"),
+    ("store-unreachable", "error", SLOTS, combined(launched_by("MPICH", ""), store_answers("refused")), "ranks 0 to 7: refused"),
     ("survivors-end", "warning", SLOTS, memory_is("heap"), "Open MPI started the ranks"),
     ("survivors-end", "note", SLOTS,
      combined(memory_is("heap"), set_facts("mpi", library="Open MPI v5.0.3")), "what Open MPI v5.0.3 does was not tried"),
-    ("survivors-end", "warning", SLOTS, launched_by("MPICH", False), "without -disable-auto-cleanup"),
+    ("survivors-end", "warning", SLOTS, launched_by("MPICH", "runs without it"), "mpirun runs without it"),
     ("survivors-end", "note", SLOTS, launched_by("MPICH"), "cannot be seen"),
     ("survivors-end", "note", SLOTS, launched_by("Slurm"), "--kill-on-bad-exit=0"),
     ("survivors-end", "warning", dict(ranks=1, max_ranks=8), combined(memory_is("heap"), set_other_launch(2, 0)), "torchrun started"),
@@ -261,9 +261,9 @@ def test_faults_are_found(kind: str, level: str, options: dict, change: Callable
 
 # States that are no fault, or none with this backend, and all findings.
 QUIET: dict[str, tuple[dict[str, Any], Callable[[JobReport], None], dict[str, str]]] = {
-    "ranks that may come and go": (SLOTS, combined(launched_by("MPICH", True), store_answers("")), {}),
+    "ranks that may come and go": (SLOTS, combined(launched_by("MPICH", ""), store_answers("")), {}),
     "slots that no launcher fills": (dict(ranks=1, max_ranks=8), memory_is("heap"), {}),
-    "slots on the host backend": (dict(SLOTS, backend="host"), combined(launched_by("MPICH", True), memory_is("nvshmem")), {}),
+    "slots on the host backend": (dict(SLOTS, backend="host"), combined(launched_by("MPICH", ""), memory_is("nvshmem")), {}),
     "one rank under mpirun": (ONE_PROCESS, lambda job: job.reports[0].update(launch={"launcher": "Open MPI", "rank": 0, "size": 1}), {}),  # type: ignore[attr-defined]
     "the wrong mpirun, which mpi4py's MPI does not know": (
         dict(ranks=2, mpi_failure="unsupported PMI version"),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
+import limits
 import pytest
 
 pytest.importorskip("typer")
 
 from doctor_command import Doctor, found_text
+from launch import environment
+from paths import ROOT
 from without import starting_with
 
 from deepep_rt.doctor import gpus, probes, runner
@@ -40,24 +46,70 @@ def test_prints_of_libraries_are_ignored(tmp_path: Path, doctor: Doctor) -> None
 
 
 def test_options_of_mpirun_are_read_from_processes(tmp_path: Path) -> None:
-    """Processes 4 and 5 are children of a proxy of mpirun, and process 6 of a shell."""
+    """Process 4 is a child of a proxy of mpirun, 9 has a shell in between, and 6 has no mpirun."""
     processes = {
         2: (1, "mpiexec -n 2 python"),
         3: (2, "/usr/bin/hydra_pmi_proxy"),
         4: (3, "python"),
         5: (1, "bash"),
         6: (5, "python"),
+        7: (3, "/bin/sh -c ..."),
+        8: (7, "python"),
+        9: (8, "python -m probe"),
     }
     for pid, (parent, words) in processes.items():
         (tmp_path / f"proc/{pid}").mkdir(parents=True)
         (tmp_path / f"proc/{pid}/stat").write_text(f"{pid} (a (b) c) S {parent} 1 1")
         (tmp_path / f"proc/{pid}/cmdline").write_text("\0".join([*words.split(), ""]))
-    assert probes.survivors_live(tmp_path, 4) is False
+    assert probes.survivors_end(tmp_path, 4) == probes.survivors_end(tmp_path, 9) == "runs without -disable-auto-cleanup"
     for option in ("-disable-auto-cleanup", "--disable-auto-cleanup"):
         (tmp_path / "proc/2/cmdline").write_text(f"/opt/bin/mpirun\0{option}\0-n\0002\0python\0")
-        assert probes.survivors_live(tmp_path, 4) is True
-    assert probes.survivors_live(tmp_path, 6) is None
-    assert probes.survivors_live(tmp_path, 77) is None
+        assert "without a shell" in probes.survivors_end(tmp_path, 4)
+        assert probes.survivors_end(tmp_path, 9) == ""
+    assert probes.survivors_end(tmp_path, 6) is None
+    assert probes.survivors_end(tmp_path, 77) is None
+
+
+SURVIVES = """
+import os, pathlib, signal
+import mpi4py
+mpi4py.rc.finalize = False
+import numpy as np
+from mpi4py import MPI
+from deepep_rt import Buffer, EPPeerLostError
+from deepep_rt.doctor import probes
+
+assert probes.survivors_end() == ""
+sizes = dict(num_max_tokens_per_rank=4, hidden=64, num_topk=1, num_experts=4, dtype="float32", backend="host")
+buffer = Buffer(MPI.COMM_WORLD, max_ranks=4, rendezvous="auto", **sizes)
+x, idx = np.ones((4, 64), np.float32), np.arange(4)[:, None]
+buffer.dispatch(x, idx)
+if buffer.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    while True:
+        buffer.dispatch(x, idx)
+except EPPeerLostError:
+    buffer.shrink()
+assert len(buffer.dispatch(x, idx).recv_x) == 3
+buffer.destroy()
+pathlib.Path(f"lives{buffer.rank}").touch()
+"""
+
+
+def test_survivors_under_mpirun_of_mpich(tmp_path: Path) -> None:
+    """The command of the documentation lets the others live when a signal kills a rank."""
+    from mpi4py import MPI
+
+    if "MPICH" not in MPI.Get_library_version():
+        pytest.skip("mpirun is not that of MPICH")
+    (command,) = re.findall(r"^mpirun -disable-auto-cleanup .*$", (ROOT / "docs/slurm-and-mpirun.md").read_text(), re.MULTILINE)
+    (tmp_path / "program.py").write_text(SURVIVES)
+    words = shlex.split(command.replace("python program.py", f"{sys.executable} program.py"))
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=limits.seconds(100), check=False
+    )
+    assert sorted(path.name for path in tmp_path.glob("lives*")) == ["lives0", "lives2", "lives3"], done.stdout + done.stderr
 
 
 def test_nics_and_driver_parameters(tmp_path: Path) -> None:
