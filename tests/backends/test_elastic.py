@@ -10,7 +10,16 @@ import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
 import numpy as np
 import pytest
 
-from deepep_rt import Buffer, EPAsleepError, EPConfigError, EPEvictedError, EPInputError, EPPeerLostError, EPTimeoutError
+from deepep_rt import (
+    Buffer,
+    EPAsleepError,
+    EPConfigError,
+    EPEvictedError,
+    EPInputError,
+    EPPeerLostError,
+    EPTimeoutError,
+    EPUnavailableError,
+)
 from deepep_rt.arrays.host_memory import Result
 from deepep_rt.arrays.view import Framework
 from deepep_rt.buffer import backend_of
@@ -124,6 +133,19 @@ def test_members_leave_join_and_take_other_slots(address: str) -> None:
     assert ranks.on(range(4), lambda b: (b.members, step(b))) == [((0, 1, 2, 3), None)] * 4
     assert ranks.on((0, 3), lambda b: (b.shrink([1, 2]), step(b))) == [((0, 3), None)] * 2
     assert [type(error) for error in ranks.on((1, 2), lambda b: b.shrink())] == [EPEvictedError] * 2
+    for buffer in ranks.buffers.values():
+        buffer.destroy(in_touch=False)
+
+
+def test_a_store_that_ends() -> None:
+    """Messages of the host backend go over it, too."""
+    server = StoreServer()
+    server.serve_in_thread()
+    ranks = Ranks(server.address, 2)
+    assert ranks.on((0, 1), step) == [None] * 2
+    server.close()
+    for call in (step, lambda b: b.admit(), lambda b: b.shrink([1 - b.rank])):
+        assert [type(error) for error in ranks.on((0, 1), call)] == [EPUnavailableError] * 2
     for buffer in ranks.buffers.values():
         buffer.destroy(in_touch=False)
 

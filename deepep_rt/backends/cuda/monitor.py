@@ -329,7 +329,9 @@ class Monitor:
                 error = self.failure_notice.error(failed[0], "a call on the GPU", node=self._config.node_of(failed[0]))
             else:
                 error = self._network_error()
-        except (EPUnavailableError, EPTimeoutError) as lost:  # the ranks' store has ended
+        except EPUnavailableError as lost:  # the ranks' store has ended; with slots, only changes of the members need it
+            error = None if self._config.has_slots else lost
+        except EPTimeoutError as lost:
             error = lost
         if error is not None:
             self._error = error

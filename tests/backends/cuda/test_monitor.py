@@ -15,7 +15,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cu
 
 from memory_store import Store
 
-from deepep_rt import EPInputError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPInputError, EPPeerLostError, EPTimeoutError, EPUnavailableError
 from deepep_rt.backends.cuda import monitor
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config
@@ -173,6 +173,32 @@ def test_a_rank_that_leaves(
         assert written == [((1 << 20) + structs.offset(structs.State.dtype({}), "abort"), 1)]
         assert waiting.is_broken
     sender.join()
+
+
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_a_store_that_ends(
+    ranks: list[StoreCommunicator], monkeypatch: pytest.MonkeyPatch, has_slots: bool, seconds: Callable[[float], float]
+) -> None:
+    """Ranks of a Buffer with slots go on: only changes of the members need the store. They still hear of processes that end."""
+    monkeypatch.setattr(driver, "write_int32_now", lambda *_: None)
+    waiting = make(ranks[0], Page(), has_slots=has_slots)
+    ranks[0]._store.fails = True
+    waiting.begin_wait()
+    time.sleep(0.05)
+    if not has_slots:
+        with pytest.raises(EPUnavailableError, match="store"):
+            waiting.check_failure_notices()
+        return
+    waiting.check_failure_notices()
+    waiting.failure_notice.lose(2, "its process has ended")
+    end = time.monotonic() + seconds(10)
+
+    def wait() -> None:
+        while time.monotonic() < end:
+            waiting.check_failure_notices()
+
+    with pytest.raises(EPPeerLostError, match="rank 2 on node 2 is lost"):
+        wait()
 
 
 def test_call_half(ranks: list[StoreCommunicator]) -> None:
