@@ -1237,6 +1237,7 @@ class Buffer(SharedByCopies):
     def shrink(self, lost: Iterable[int] | None = None) -> tuple[int, ...]:
         """Go on without ranks that are lost. Collective over the others, after an EPPeerLostError or any other EPTimeoutError.
 
+        If a rank is lost while the Buffer sleeps, `wake` raises, and this wakes the others.
         It ends the calls of this GPU, whatever they wait for. The experts of the ranks that are left out are skipped from now on, as -1 is.
         Results that the caller holds stay; handles and hooks are refused. Captured graphs with a new routing in them, or with both
         low-latency calls, and prepared calls go on.
@@ -1269,7 +1270,7 @@ class Buffer(SharedByCopies):
                 members.leave(backend)
                 self._call_lock.fall_asleep()
             return members.slots
-        with self._call_lock.changing_members():
+        with self._call_lock.changing_members(wakes=not members.has_left):
             members.shrink(backend, {*given, *backend.lost_ranks()})
         return members.slots
 

@@ -141,20 +141,29 @@ class CallLock:
                 raise
 
     @contextmanager
-    def changing_members(self) -> Iterator[None]:
-        """Hold the lock while the members of a Buffer change. After an exception in the block, only another change is allowed."""
+    def changing_members(self, wakes: bool = False) -> Iterator[None]:
+        """Hold the lock while the members of a Buffer change. After an exception in the block, only another change is allowed.
+
+        `wakes`: whether the change wakes a Buffer that sleeps. Otherwise such a Buffer refuses it.
+        """
         with self._lock:
             self.check_exists()
-            if self.is_asleep:
+            if self.is_asleep and not wakes:
                 self.check()
-            self._reason = self._reason if not self._is_between else ""
-            self._is_between = False
-            with self:
-                try:
+            slept = self.is_asleep
+            if slept or self._is_between:
+                self._reason = ""
+            self.is_asleep = self._is_between = False
+            try:
+                with self:
                     yield
-                except (EPEvictedError, EPTimeoutError, EPUnavailableError, EPOutOfMemoryError):
-                    self._reason, self._is_between = _BETWEEN, True
-                    raise
+            except (EPEvictedError, EPTimeoutError, EPUnavailableError, EPOutOfMemoryError):
+                self._reason, self._is_between = _BETWEEN, True
+                raise
+            except BaseException:
+                if slept:
+                    self.fall_asleep()
+                raise
 
     def drain(self, finish: Callable[[BaseException | None], None]) -> None:
         """Run `finish` as soon as no call runs. Call `refuse` first.

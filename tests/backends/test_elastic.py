@@ -137,6 +137,24 @@ def test_members_leave_join_and_take_other_slots(address: str) -> None:
         buffer.destroy(in_touch=False)
 
 
+def test_a_rank_that_is_lost_while_all_sleep(address: str) -> None:
+    """`wake` names it, and `shrink` wakes the others. A rank that has left by itself stays asleep."""
+    ranks = Ranks(address, 3, timeout_s=1.0)
+    assert ranks.on(range(3), lambda b: b.sleep()) == [None] * 3
+    assert [type(error) for error in ranks.on((0, 2), lambda b: b.admit())] == [EPAsleepError] * 2
+    found = ranks.on((0, 2), lambda b: b.wake())
+    assert all(isinstance(error, EPTimeoutError) and error.peer == 1 for error in found), found
+    assert all(ranks.buffers[rank].is_asleep for rank in (0, 2))
+    assert ranks.on((0, 2), lambda b: (b.shrink([1]), b.is_asleep, step(b))) == [((0, 2), False, None)] * 2
+    assert isinstance(ranks.on((1,), lambda b: b.shrink())[0], EPEvictedError)
+    left = ranks.on((0, 2), lambda b: b.shrink([2]) if b is ranks.buffers[2] else b.shrink())
+    assert left == [(0,)] * 2
+    with pytest.raises(EPAsleepError):
+        ranks.buffers[2].shrink()
+    for buffer in ranks.buffers.values():
+        buffer.destroy(in_touch=False)
+
+
 def test_a_store_that_ends() -> None:
     """Messages of the host backend go over it, too."""
     server = StoreServer()

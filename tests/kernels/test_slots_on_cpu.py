@@ -392,6 +392,32 @@ def test_sleep(seed):
                 machine.change_members(buffers, (0, 1, 2), aborts=False)
 
 
+@pytest.mark.parametrize("keeps_results", [False, True])
+def test_loss_while_members_sleep(keeps_results):
+    """The others wake in the next generation. Its flags begin anew, and results that a sleep has kept are back.
+
+    With few calls before, a flag of before would have the epoch of a call.
+    """
+    with Machine(3, 5 + keeps_results) as machine:
+        buffers, held = machine.buffers(members=(0, 1, 2), **sizes(3)), []
+        made = ThroughputRound(machine, buffers, 9, "token")
+        run_rounds(machine, [made])
+        if not keeps_results:
+            few_calls(machine, buffers, 1)
+            held = graphs(machine, buffers, 1, "sm_90")
+        rows = {rank: made.round.sent[rank].views["x"] for rank in buffers.members}
+        before = {rank: array_at(view.ptr, (view.nbytes,), "uint8").copy() for rank, view in rows.items()}
+        for rank in buffers.members:
+            buffers[rank].sleep(keep_results=keeps_results)
+        machine.change_members(buffers, (0, 2))
+        for rank in buffers.members if keeps_results else ():
+            assert (array_at(rows[rank].ptr, (rows[rank].nbytes,), "uint8") == before[rank]).all()
+        for seed in (2, 3):
+            few_calls(machine, buffers, seed)
+            for graph in held:
+                graph.replay()
+
+
 OLD_CALLS = {
     "dispatch": dict(),
     "combine": dict(),

@@ -173,7 +173,7 @@ class Machine(AbstractContextManager):
             buffer, comm = slots[slot], Rank(members, slot)
             progress = buffer._call_lock.progress
             progress.num_made, progress.name = 0, ""
-            with buffer._call_lock.changing_members():
+            with buffer._call_lock.changing_members(wakes=True):
                 buffer._backend.change_members(comm, FailureNotice(comm, progress), slots.generation, aborts)
             buffer._members.change(comm, slots.generation)
         for slot in set(old) - set(members):

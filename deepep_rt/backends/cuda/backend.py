@@ -121,7 +121,8 @@ class CudaBackend:
         _check_free_memory(layout, all_free_bytes)
         self._memory = self._allocate(allocator, layout, network)
         self._frees_alone = self._memory.is_local and not config.has_relay  # the relay of a peer may still send here
-        self._saved = SavedMemory(())  # what a sleep keeps
+        self._saved = SavedMemory(())  # what a sleep keeps of tables and results
+        self._saved_flags = SavedMemory(())  # and of flags, which begin anew if others wake
         self._resources = ExitStack()
         self._resources.callback(self._memory.free)
         try:
@@ -299,18 +300,18 @@ class CudaBackend:
             self._finish_calls("sleep()")
             met = begin_step(self.comm, self._monitor.failure_notice, self._config.timeout_s, "sleep")
             agreed(met, self._end_work)  # of a rank that still sends to this one, too
-            self._saved = agreed(met, functools.partial(self._save, keeps_results))
+            self._saved, self._saved_flags = agreed(met, functools.partial(self._save, keeps_results))
             met.release()
             memory.sleep()
             heap.sleep()
             self.runtime.stream_pool.trim()
 
-    def _save(self, keeps_results: bool) -> SavedMemory:
+    def _save(self, keeps_results: bool) -> tuple[SavedMemory, SavedMemory]:
         """Give up free memory, and copy what has to stay to host memory."""
         runtime, results = self.runtime, self.throughput.results
         results.shrink()
         kept = runtime.in_use(with_results=keeps_results) + (results.in_use() if keeps_results else [])
-        return SavedMemory(runtime.flags + kept)
+        return SavedMemory(kept), SavedMemory(runtime.flags)
 
     @whole_call("kPhaseDispatchRows")
     def wake(self) -> None:
@@ -326,10 +327,11 @@ class CudaBackend:
             if self._config.low_latency:
                 self.low_latency.clear_inboxes()
             self._saved.restore()
+            self._saved_flags.restore()
             agreed(met, functools.partial(driver.synchronize, 0))  # peers write only after all ranks have their flags
             met.release()
             undone.pop_all()
-        self._saved = SavedMemory(())
+        self._saved = self._saved_flags = SavedMemory(())
 
     def _listen(self) -> None:
         """Wait no longer for a rank that has left."""
@@ -376,7 +378,7 @@ class CudaBackend:
                 self.low_latency.clear_inboxes()
             kept.restore()
             agreed(comm, functools.partial(driver.synchronize, 0))  # peers write only after all members are ready
-            self._saved = SavedMemory(())
+            self._saved = self._saved_flags = SavedMemory(())
         generations[0] += 1
         self.info.since = generations[0]
         self.comm = runtime.comm = comm
