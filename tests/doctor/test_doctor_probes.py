@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("typer")
 
 from doctor_command import Doctor, found_text
-from launch import environment
+from launch import environment, mpirun
 from paths import ROOT
 from without import starting_with
 
@@ -105,7 +105,7 @@ def test_survivors_under_mpirun_of_mpich(tmp_path: Path) -> None:
         pytest.skip("mpirun is not that of MPICH")
     (command,) = re.findall(r"^mpirun -disable-auto-cleanup .*$", (ROOT / "docs/slurm-and-mpirun.md").read_text(), re.MULTILINE)
     (tmp_path / "program.py").write_text(SURVIVES)
-    words = shlex.split(command.replace("python program.py", f"{sys.executable} program.py"))
+    words = [mpirun()[0], *shlex.split(command.replace("python program.py", f"{sys.executable} program.py"))[1:]]
     done = subprocess.run(
         words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=limits.seconds(100), check=False
     )
