@@ -920,8 +920,12 @@ input()
 
 @needs_typer
 def test_a_server_in_the_background_leaves_no_zombie() -> None:
+    def children() -> set[str]:
+        return set(Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children").read_text().split())
+
+    before = children()
     host, port = start_in_background("")
-    child = max(map(int, Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()))
+    (child,) = children() - before
     StoreClient(host, port).close()
     wait_until(lambda: not Path(f"/proc/{child}").exists())
 
