@@ -35,7 +35,7 @@ LOW_LATENCY = ("low_latency_dispatch", "low_latency_combine", "low_latency_combi
 CALLS = ("dispatch", "cached_dispatch", "combine", *LOW_LATENCY)
 TIMEOUT_S, AT_ONCE = seconds(1.5), 4
 NOTICE_TIMEOUT_S, QUICK_S = seconds(60.0), seconds(10.0)  # a failure notice or a death ends waits long before this time-out
-LOST_S = seconds(1.0)  # from a death to the errors of the others
+LOST_S = seconds(2.0)  # from a death to the errors of the others: a second, and as much for other tests on the same cores
 LIMIT_S = int(seconds(120))
 
 
