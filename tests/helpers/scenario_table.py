@@ -222,8 +222,9 @@ def look_like_empty_memory(one: RankInputs, rank: int, ranks: int, each: int) ->
         words = array.view(np.uint8).reshape(len(array), -1)
         words[rng.random(words.shape) < 0.3] = 0xFF
         words[rng.random(len(words)) < 0.2] = 0xFF
-        keys = np.arange(words.shape[1] // 4, dtype=np.uint32) % 200  # some vectors exclude all keys below 128
-        words[rng.random(len(words)) < 0.2, : 4 * len(keys)] = (~keys).view(np.uint8)
+        keys = np.arange(words.shape[1] // 4, dtype=np.uint32)
+        for row in np.flatnonzero(rng.random(len(words)) < 0.7):  # its vectors exclude the keys below that number, at most 128
+            words[row, : 4 * len(keys)] = (~(keys % rng.integers(1, 200, dtype=np.uint32))).view(np.uint8)
 
 
 def quantised(num_bytes: int, scales: str = "", num_scales: int = 0) -> Callable[[RankInputs, int, int, int], None]:
