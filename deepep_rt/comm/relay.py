@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from .._finalizers import no_cuda_in_this_thread
 from ..errors import EPError, EPUnavailableError
 from .communicator import Communicator
 from .relay_puts import HEARTBEATS_PER_TIMEOUT, Mirror, PutRing, RelayPeers
+from .relay_traffic import RelayTraffic
 
 _SWITCH_INTERVAL_S = 1e-4  # with Python's 5 ms, each turn of the relay would wait that long for a main thread that computes
 # After traffic the relay polls without a pause, then with short ones. MPI moves bytes only while it is polled, also those of sends that it
@@ -83,23 +83,22 @@ class Relay:
             )
         self.rank, self.timeout_s = comm.Get_rank(), timeout_s
         self._ring, self._mirror = PutRing(ring, depth, descriptor, first_put), Mirror(address, num_bytes, first)
-        self._comm: Any = comm.Dup()
         self._peers = RelayPeers(self.rank, comm.Get_size(), timeout_s, time.monotonic(), node_size)
         self._error: EPError | None = None
         self._woken = threading.Event()
         self._close_at: float | None = None  # when to stop waiting for the other ranks
         self._has_sent_end = self._is_finished = self._is_closed = False
-        self._traffic = self.make_traffic()
+        self._traffic = self.make_traffic(comm)
         self._thread = threading.Thread(target=self._run_without_cuda, name=f"deepep_rt relay of rank {self.rank}", daemon=True)
         _SwitchInterval.hold()
         atexit.register(self._close_at_exit)  # before MPI_Finalize, which mpi4py calls last
         self._thread.start()
 
-    def make_traffic(self) -> Any:
-        """Make the part that sends and receives. Tests replace it by a bad network."""
-        from .relay_traffic import RelayTraffic
+    def make_traffic(self, comm: Communicator) -> RelayTraffic:
+        """Make the part that sends and receives. Tests replace it by a bad network. Collective."""
+        from .mpi_traffic import MpiTraffic
 
-        return RelayTraffic(self._comm, self._ring, self._mirror, self._peers)
+        return MpiTraffic(comm, self._ring, self._mirror, self._peers)
 
     # --- the owner's side --------------------------------------------------------------------------------------------------------
 
@@ -156,11 +155,7 @@ class Relay:
             atexit.unregister(self._close_at_exit)
             _SwitchInterval.release()
             self._is_finished = self._is_finished and not self._thread.is_alive()
-            if self._is_finished and self._error is None and self._all_ended():
-                self._comm.Free()
-            else:
-                self._comm.retain(self._traffic)
-                self._comm.abandon()
+            self._traffic.leave(self._is_finished and self._error is None and self._all_ended())
         return self._is_finished
 
     def _close_at_exit(self) -> None:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+from deepep_rt.comm.communicator import Communicator
+from deepep_rt.comm.mpi_traffic import MpiTraffic
 from deepep_rt.comm.relay import Relay
 from deepep_rt.comm.relay_puts import Put
-from deepep_rt.comm.relay_traffic import RelayTraffic
 
 
 @dataclass
@@ -36,7 +37,7 @@ class BadNetwork:
     """Whether to drop a put of this rank for ever; gets its number, counted from 0."""
 
 
-class BadTraffic(RelayTraffic):
+class BadTraffic(MpiTraffic):
     """Each put waits at the sender, then its bytes arrive in pieces in any order, and its word after them."""
 
     def __init__(self, network: BadNetwork, *arguments: Any) -> None:
@@ -124,8 +125,8 @@ class BadTraffic(RelayTraffic):
 def bad_network(network: BadNetwork) -> Iterator[None]:
     """Let the relays that the block makes go through a bad network."""
 
-    def make_traffic(relay: Relay) -> BadTraffic:
-        return BadTraffic(network, relay._comm, relay._ring, relay._mirror, relay._peers)
+    def make_traffic(relay: Relay, comm: Communicator) -> BadTraffic:
+        return BadTraffic(network, comm, relay._ring, relay._mirror, relay._peers)
 
     with mock.patch.object(Relay, "make_traffic", make_traffic):
         yield
