@@ -14,6 +14,7 @@ from . import _env
 from ._checks import argument_error, choice, flag, is_int_in_range, seconds, whole_number
 from .arrays.dtypes import DTYPES, FP8_GROUP
 from .errors import EPConfigError
+from .network import TRANSPORTS
 
 MAX_TOPK = 32
 MAX_EXPERTS = 1 << 13
@@ -126,7 +127,7 @@ class Config:
         check_inputs: Whether the device reports expert numbers that are out of range.
         path: The way of rows between nodes: "auto", "hierarchical" or "direct".
         recv_limit: `num_max_recv_tokens` as given to the Buffer. The property `num_max_recv_tokens` is the number that counts.
-        transport: "nvshmem" or "mpi": the transport to ranks of other nodes, which is chosen when the Buffer is made.
+        transport: "nvshmem", "nixl" or "mpi": the transport to ranks of other nodes, which is chosen when the Buffer is made.
         statistics: Whether calls add to the numbers of `Buffer.statistics`.
         leaves_sms: Whether the program passed `num_sms=None`. A stored tuning may then replace `num_sms`.
         has_slots: Whether ranks may come and go. `num_ranks` counts slots then: numbers of ranks that may have a process.
@@ -187,7 +188,7 @@ class Config:
             self._set("recv_limit", self._checked_recv_limit())
         for name in ("low_latency", "check_inputs", "statistics", "leaves_sms", "has_slots"):
             self._set(name, flag(getattr(self, name), name, error=EPConfigError))
-        self._set("transport", choice(self.transport, "transport", ("nvshmem", "mpi"), error=EPConfigError))
+        self._set("transport", choice(self.transport, "transport", TRANSPORTS[1:], error=EPConfigError))
         self._set("on_timeout", choice(self.on_timeout, "on_timeout", ("raise", "mask"), error=EPConfigError))
         self._set("path", choice(self.path, "path", PATHS, error=EPConfigError))
         self._set("timeout_s", seconds(self.timeout_s, "timeout_s", MAX_TIMEOUT_S, error=EPConfigError))
@@ -261,7 +262,7 @@ class Config:
     @cached_property
     def has_relay(self) -> bool:
         """Whether a relay of the host carries what goes to other nodes."""
-        return self.has_network and self.transport == "mpi"
+        return self.has_network and self.transport != "nvshmem"
 
     @cached_property
     def num_local_experts(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ._checks import argument_error, choice, flag, whole_number
 from .errors import EPConfigError
 
-TRANSPORTS = ("auto", "nvshmem", "mpi")
+TRANSPORTS = ("auto", "nvshmem", "nixl", "mpi")
 """Values of `NetworkOptions.transport`."""
 
 REMOTE_TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
@@ -37,9 +37,9 @@ class NetworkOptions:
     other `NVSHMEM_*` variable too. `docs/several-nodes.md` tells when to change which option.
 
     Args:
-        transport: "nvshmem": the GPU sends with NVSHMEM, which needs a NIC, or all ranks on one host. "mpi": a thread of the host sends
-            with MPI, over any network. "auto": NVSHMEM if every host has a NIC that it can use, or if all ranks are on one host, and MPI
-            otherwise.
+        transport: "nvshmem": the GPU sends with NVSHMEM, which needs a NIC, or all ranks on one host. "nixl": a thread of the host sends
+            with NIXL, over RDMA or TCP; it needs no MPI. "mpi": a thread of the host sends with MPI, over any network. "auto": NVSHMEM if
+            every host has a NIC that it can use, or if all ranks are on one host; otherwise MPI if the ranks use it; otherwise NIXL.
         nvshmem_remote_transport: NVSHMEM's transport over the network: "ibrc" (its default), "ibdevx", "gpunetio", "ucx", "libfabric" or
             "none". Default with all ranks on one host: "none". Sets `NVSHMEM_REMOTE_TRANSPORT`.
         ibgda: Let the GPU write to a ConnectX NIC (InfiniBand or RoCE) without the CPU. The host still sends over

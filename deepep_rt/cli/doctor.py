@@ -29,7 +29,7 @@ def doctor(
     slots: Slots = 2,
     low_latency: Annotated[bool, typer.Option("--low-latency", help="Include the memory of the low-latency calls.")] = False,
     ranks_per_node: RanksPerNode = None,
-    transport: Annotated[str, typer.Option(help="Transport between nodes: auto, nvshmem or mpi.")] = "auto",
+    transport: Annotated[str, typer.Option(help="Transport between nodes: auto, nvshmem, nixl or mpi.")] = "auto",
     max_ranks: Annotated[int | None, typer.Option(help="Say whether a Buffer with so many slots works here.")] = None,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="With --max-ranks: connect to the store where its ranks meet.")
@@ -45,7 +45,7 @@ def doctor(
     if backend not in ("auto", "cuda", "host"):
         raise EPConfigError(f"--backend={backend!r}; expected auto, cuda or host. Choose one of them.")
     if transport not in TRANSPORTS:
-        raise EPConfigError(f"--transport={transport!r}; expected auto, nvshmem or mpi. Choose one of them.")
+        raise EPConfigError(f"--transport={transport!r}; expected auto, nvshmem, nixl or mpi. Choose one of them.")
     sizes = dict(
         num_max_tokens_per_rank=tokens,
         hidden=hidden,

@@ -12,6 +12,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from ..errors import EPUnavailableError
 from .communicator import MEETING_TAG
 from .relay_puts import Mirror, Put, PutRing, RelayPeers
 from .relay_traffic import Outbox, RelayTraffic
@@ -22,11 +23,22 @@ _NUM_PAYLOAD_TAGS = MEETING_TAG - _FIRST_PAYLOAD_TAG
 
 
 class MpiTraffic(RelayTraffic):
-    """See `RelayTraffic`. `comm` is an `MpiCommunicator`; a duplicate of it carries the messages. Collective."""
+    """See `RelayTraffic`. `comm` is an `MpiCommunicator`; a duplicate of it carries the messages. Collective.
+
+    Raises:
+        EPUnavailableError: if `comm` is of another kind, or MPI does not allow several threads. The ranks agree on
+            `comm.relay_objection` before.
+    """
 
     message_bytes = 16 << 10
 
     def __init__(self, comm: Any, ring: PutRing, mirror: Mirror, peers: RelayPeers) -> None:
+        if comm.relay_objection:
+            raise EPUnavailableError(
+                f"rank {comm.Get_rank()} has {comm.relay_objection}; expected MPI with MPI_THREAD_MULTIPLE, which the relay of "
+                f"transport='mpi' needs. Start the program with mpirun, pass an mpi4py communicator, and leave mpi4py.rc.thread_level "
+                f"at 'multiple'."
+            )
         super().__init__(comm.Get_rank(), comm.Get_size(), ring, mirror, peers)
         self._comm = comm.Dup()
         num_ranks = comm.Get_size()

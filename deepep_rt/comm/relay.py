@@ -1,4 +1,4 @@
-"""The host relay: a thread of each rank that carries puts between hosts over MPI. It makes no CUDA call.
+"""The host relay: a thread of each rank that carries puts between hosts, over NIXL or MPI. It makes no CUDA call.
 
 A kernel writes bytes into host memory and a descriptor into a ring there. The relay of its rank sends the bytes. The relay of the
 destination writes them into host memory at the same offset, and then the word of the put, for which a kernel waits. Puts arrive in any
@@ -13,6 +13,7 @@ import atexit
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -24,8 +25,8 @@ from .relay_puts import HEARTBEATS_PER_TIMEOUT, Mirror, PutRing, RelayPeers
 from .relay_traffic import RelayTraffic
 
 _SWITCH_INTERVAL_S = 1e-4  # with Python's 5 ms, each turn of the relay would wait that long for a main thread that computes
-# After traffic the relay polls without a pause, then with short ones. MPI moves bytes only while it is polled, also those of sends that it
-# calls complete, so pauses grow only after a while.
+# After traffic the relay polls without a pause, then with short ones. Transports move bytes only while they are polled, also those of sends
+# that they call complete, so pauses grow only after a while.
 _SPIN_S, _SHORT_PAUSES_S = 5e-3, 0.1
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 2e-5, 5e-4
 _LAST_WORDS_S = 1.0  # for the messages of a relay that fails
@@ -37,7 +38,7 @@ class Relay:
     """Carries the puts of this rank, and brings those of other ranks into its memory. Collective.
 
     Args:
-        comm: The ranks, over MPI.
+        comm: The ranks.
         address: The host memory that mirrors a part of symmetric memory, a multiple of 8. It stays allocated until `close` returns True.
         num_bytes: Its size, a multiple of 8.
         first: The offset from the base of symmetric memory at which it begins, a multiple of 8.
@@ -47,15 +48,16 @@ class Relay:
         descriptor: The structure of an entry, with the members `from`, `to`, `num_bytes`, `word`, `value`, `rank` and `sequence`.
         timeout_s: The Buffer's time limit. A relay that is silent for three quarters of it is an error.
         node_size: Consecutive ranks of a node, which errors name.
+        transport: What carries the puts: "nixl" or "mpi".
         first_put: The number of the first put, for tests.
 
     Raises:
-        EPUnavailableError: if the ranks do not use MPI, or MPI does not allow several threads. The ranks agree on
-            `comm.relay_objection` before.
+        EPUnavailableError: if the transport cannot work.
         EPTimeoutError: if a rank does not arrive.
 
     Example:
-        >>> relay = Relay(comm, memory.ctypes.data, memory.nbytes, 0, ring.ctypes.data, 64, ring.dtype, 30.0, node_size=8)  # doctest: +SKIP
+        >>> relay = Relay(comm, memory.ctypes.data, memory.nbytes, 0, ring.ctypes.data, 64, ring.dtype, 30.0, node_size=8,
+        ...               transport='nixl')  # doctest: +SKIP
         >>> relay.check()  # while the host waits; raises if a relay has failed  # doctest: +SKIP
         >>> relay.close()  # on all ranks  # doctest: +SKIP
         True
@@ -73,15 +75,10 @@ class Relay:
         timeout_s: float,
         *,
         node_size: int,
+        transport: str,
         first_put: int = 0,
     ) -> None:
-        if comm.relay_objection:
-            raise EPUnavailableError(
-                f"rank {comm.Get_rank()} has {comm.relay_objection}; expected MPI with MPI_THREAD_MULTIPLE, which the relay of "
-                f"transport='mpi' needs. Start the program with mpirun, pass an mpi4py communicator, and leave mpi4py.rc.thread_level "
-                f"at 'multiple'."
-            )
-        self.rank, self.timeout_s = comm.Get_rank(), timeout_s
+        self.rank, self.timeout_s, self._transport = comm.Get_rank(), timeout_s, transport
         self._ring, self._mirror = PutRing(ring, depth, descriptor, first_put), Mirror(address, num_bytes, first)
         self._peers = RelayPeers(self.rank, comm.Get_size(), timeout_s, time.monotonic(), node_size)
         self._error: EPError | None = None
@@ -96,9 +93,7 @@ class Relay:
 
     def make_traffic(self, comm: Communicator) -> RelayTraffic:
         """Make the part that sends and receives. Tests replace it by a bad network. Collective."""
-        from .mpi_traffic import MpiTraffic
-
-        return MpiTraffic(comm, self._ring, self._mirror, self._peers)
+        return traffic_of(self._transport)(comm, self._ring, self._mirror, self._peers)
 
     # --- the owner's side --------------------------------------------------------------------------------------------------------
 
@@ -109,7 +104,7 @@ class Relay:
             stuck_s = self._peers.stuck_s(time.monotonic())
             if stuck_s > self.timeout_s:
                 return self._own_error(
-                    f"has made no turn for {stuck_s:.3g} s; a call of MPI does not return, or holds Python's lock"
+                    f"has made no turn for {stuck_s:.3g} s; a call of {self._transport.upper()} does not return, or holds Python's lock"
                 )
             return self._peers.error()
         return self._error
@@ -142,7 +137,7 @@ class Relay:
             limit_s: How long to wait for the other ranks. Default: `timeout_s`. After a failure the wait is a second at most.
 
         Returns:
-            Whether MPI uses the memory no more. If not, a message was on its way to or from a rank that is lost, and the memory has to
+            Whether nothing uses the memory any more. If not, a message was on its way to or from a rank that is lost, and the memory has to
             stay allocated as long as the process.
         """
         if not self._is_closed:
@@ -174,7 +169,7 @@ class Relay:
             cause = f"{type(error).__name__}: {error}"
             self._error = self._own_error(f"failed: {cause}")
             self._error.__cause__ = error
-            with suppress(Exception):  # MPI itself may be the cause
+            with suppress(Exception):  # the transport itself may be the cause
                 self._traffic.send_failure(cause)
         finally:
             self._finish()
@@ -213,7 +208,7 @@ class Relay:
         return self._peers.ended.issuperset(self._peers.ranks)
 
     def _finish(self) -> None:
-        """Cancel all receives, and note whether MPI has stopped to use the memory."""
+        """Cancel all receives, and note whether the transport has stopped to use the memory."""
         end = time.monotonic() + _LAST_WORDS_S
         with suppress(Exception):
             self._traffic.cancel()
@@ -223,9 +218,21 @@ class Relay:
 
     def _own_error(self, found: str) -> EPError:
         return EPUnavailableError(
-            f"the relay of {self._peers.describe(self.rank)}, which sends over MPI for transport='mpi', {found}. "
+            f"the relay of {self._peers.describe(self.rank)}, which sends over {self._transport.upper()} for "
+            f"transport={self._transport!r}, {found}. "
             f"Fix the cause, then make a new Buffer."
         )
+
+
+def traffic_of(transport: str) -> Callable[..., RelayTraffic]:
+    """Return the class that sends over a transport. Only the library of this one is loaded."""
+    if transport == "nixl":
+        from .nixl_traffic import NixlTraffic
+
+        return NixlTraffic
+    from .mpi_traffic import MpiTraffic
+
+    return MpiTraffic
 
 
 class _SwitchInterval:

@@ -116,12 +116,12 @@ class Mirror:
             raise ValueError(f"address={address:#x}, num_bytes={num_bytes}, first={first}; expected multiples of 8. Align them.")
         self._bytes = host_memory(address, num_bytes)
         self._words = self._bytes.cast("Q")
-        self._first, self._num_bytes = first, num_bytes
+        self.address, self.num_bytes, self.first = address, num_bytes, first
 
     def part(self, offset: int, num_bytes: int) -> memoryview:
         """Return the bytes at an offset from the base of symmetric memory. Raise ValueError if they are not all in this memory."""
-        start = offset - self._first
-        if not 0 <= start <= start + num_bytes <= self._num_bytes:
+        start = offset - self.first
+        if not 0 <= start <= start + num_bytes <= self.num_bytes:
             self._raise_outside(offset, num_bytes)
         return self._bytes[start : start + num_bytes]
 
@@ -130,15 +130,15 @@ class Mirror:
 
         A memoryview of 8-byte items writes an item with one store on 64-bit CPUs, so a kernel never reads half of a word.
         """
-        start = word - self._first
-        if start % 8 or not 0 <= start <= self._num_bytes - 8:
+        start = word - self.first
+        if start % 8 or not 0 <= start <= self.num_bytes - 8:
             self._raise_outside(word, 8)
         fence()
         self._words[start // 8] = value
 
     def _raise_outside(self, offset: int, num_bytes: int) -> None:
         raise ValueError(
-            f"a put names {num_bytes} bytes at offset {offset}; expected a place from {self._first} to {self._first + self._num_bytes}, "
+            f"a put names {num_bytes} bytes at offset {offset}; expected a place from {self.first} to {self.first + self.num_bytes}, "
             f"and words at multiples of 8"
         )
 

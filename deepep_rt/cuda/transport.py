@@ -1,4 +1,4 @@
-"""The choice of the transport between the nodes of a Buffer: NVSHMEM, or a relay over MPI. Both provide symmetric memory.
+"""The choice of the transport between the nodes of a Buffer: NVSHMEM, or a relay over NIXL or MPI. All provide symmetric memory.
 
 Symmetric memory is a region of equal size on every rank, which the GPUs of the other ranks read and write. Two Protocols name what the
 CUDA backend needs of a library that provides such memory. `nvshmem`, `heap`, `networked_heap` and `relay_memory` implement them, and
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from .. import _env
 from ..comm.communicator import Communicator
 from ..comm.consensus import Consensus
+from ..comm.nixl_traffic import nixl_objection
 from ..comm.timed_collectives import host_identity
 from ..errors import EPPeerError, EPUnavailableError
 from ..network import Choice, NetworkOptions
@@ -22,7 +23,8 @@ from .nics import list_nics, nvshmem_objection
 
 _log = logging.getLogger("deepep_rt")
 
-_RELAY_REMEDY = "Start the program with mpirun, pass an mpi4py communicator, and let mpi4py start MPI with MPI_THREAD_MULTIPLE"
+_MPI_REMEDY = "start the program with mpirun, pass an mpi4py communicator, and let mpi4py start MPI with MPI_THREAD_MULTIPLE"
+_NIXL_REMEDY = "Install nixl-cu12, or nixl-cu13 with CUDA 13, on every host"
 _warned: set[str] = set()
 
 
@@ -31,39 +33,48 @@ class RankFacts(NamedTuple):
 
     host: str  # its identity, which begins with its name
     no_nic: str  # the reason why NVSHMEM cannot send through a NIC; empty if it can
-    no_relay: str  # the reason why a relay cannot send over the communicator; empty if it can
+    no_mpi: str  # the reason why a relay cannot send over the communicator; empty if it can
+    no_nixl: str  # the reason why a relay cannot send with NIXL; empty if it can
     wish: str = ""  # the setting by which the user chose a transport of NVSHMEM; empty if there is none
 
 
 def choose_transport(transport: str, facts: Sequence[RankFacts]) -> Choice:
-    """Choose "nvshmem" or "mpi", with the reason. All ranks get the same result from the same facts.
+    """Choose "nvshmem", "nixl" or "mpi", with the reason. All ranks get the same result from the same facts.
 
     Between the GPUs of one host, NVSHMEM needs no NIC. Raise EPUnavailableError if the requested transport, or with "auto" any transport,
     cannot work.
     """
     is_one_host, wish = len({fact.host for fact in facts}) == 1, _first(facts, "wish")
     no_nic = "" if is_one_host or wish else _first(facts, "no_nic")
-    no_relay = _first(facts, "no_relay")
+    no_nixl, no_mpi = _first(facts, "no_nixl"), _first(facts, "no_mpi")
     if transport == "nvshmem":
         if no_nic:
             raise EPUnavailableError(
-                f"transport='nvshmem', but {no_nic}; expected a NIC that NVSHMEM can use on every host. Pass transport='mpi', or name "
-                f"NVSHMEM's own transport with nvshmem_remote_transport."
+                f"transport='nvshmem', but {no_nic}; expected a NIC that NVSHMEM can use on every host. Pass transport='nixl' or "
+                f"transport='mpi', or name NVSHMEM's own transport with nvshmem_remote_transport."
             )
         return Choice("nvshmem", "transport='nvshmem' was passed")
+    if transport == "nixl":
+        if no_nixl:
+            raise EPUnavailableError(f"transport='nixl', but {no_nixl}; expected NIXL for the relay. {_NIXL_REMEDY}.")
+        return Choice("nixl", "transport='nixl' was passed")
     if transport == "mpi":
-        if no_relay:
-            raise EPUnavailableError(f"transport='mpi', but {no_relay}; expected MPI for the relay. {_RELAY_REMEDY}.")
+        if no_mpi:
+            raise EPUnavailableError(
+                f"transport='mpi', but {no_mpi}; expected MPI for the relay. Pass transport='nixl', or {_MPI_REMEDY}."
+            )
         return Choice("mpi", "transport='mpi' was passed")
     if not no_nic:
         found = "all ranks are on one host" if is_one_host else "every host has a NIC that NVSHMEM can use"
         return Choice("nvshmem", wish or found)
-    if no_relay:
-        raise EPUnavailableError(
-            f"transport='auto', but neither transport can work: {no_nic}, and {no_relay}; expected a NIC for NVSHMEM on every host, or "
-            f"MPI. {_RELAY_REMEDY}."
-        )
-    return Choice("mpi", no_nic)
+    if not no_mpi:
+        return Choice("mpi", no_nic)
+    if not no_nixl:
+        return Choice("nixl", f"{no_nic}, and {no_mpi}")
+    raise EPUnavailableError(
+        f"transport='auto', but no transport can work: {no_nic}, {no_mpi}, and {no_nixl}; expected a NIC for NVSHMEM on every host, MPI, "
+        f"or NIXL. {_NIXL_REMEDY}, or {_MPI_REMEDY}."
+    )
 
 
 def _first(facts: Sequence[RankFacts], name: str) -> str:
@@ -75,14 +86,14 @@ def _first(facts: Sequence[RankFacts], name: str) -> str:
 def find_facts(comm: Communicator, network: NetworkOptions) -> RankFacts:
     """Return what this rank finds."""
     remote = _env.nvshmem_transport() or network.nvshmem_remote_transport or ""
-    return facts_of(host_identity(), remote, list_nics(), comm.relay_objection)
+    return facts_of(host_identity(), remote, list_nics(), comm.relay_objection, nixl_objection())
 
 
-def facts_of(host: str, remote: str, nics: Sequence[Mapping[str, Any]], no_relay: str) -> RankFacts:
+def facts_of(host: str, remote: str, nics: Sequence[Mapping[str, Any]], no_mpi: str, no_nixl: str) -> RankFacts:
     """Make the facts of a rank from its `list_nics`. `remote` is the transport of NVSHMEM that the user chose, or an empty text."""
     setting = f"NVSHMEM_REMOTE_TRANSPORT={remote}"
     wish, no_nic = (setting, "") if remote not in ("", "none") else ("", setting if remote else nvshmem_objection(nics))
-    return RankFacts(host, no_nic, no_relay, wish)
+    return RankFacts(host, no_nic, no_mpi, no_nixl, wish)
 
 
 def agree_on_transport(comm: Communicator, network: NetworkOptions | None) -> Choice:
@@ -90,9 +101,9 @@ def agree_on_transport(comm: Communicator, network: NetworkOptions | None) -> Ch
     network = network or NetworkOptions()
     facts = [RankFacts(*found) for found in comm.allgather(tuple(find_facts(comm, network)))]
     choice = choose_transport(network.transport, facts)
-    if choice.name == "mpi" and network.transport == "auto" and comm.Get_rank() == 0 and choice.reason not in _warned:
+    if choice.name != "nvshmem" and network.transport == "auto" and comm.Get_rank() == 0 and choice.reason not in _warned:
         _warned.add(choice.reason)
-        _log.warning("MPI carries the rows between nodes, and not NVSHMEM, because %s", choice.reason)
+        _log.warning("%s carries the rows between nodes, and not NVSHMEM, because %s", choice.name.upper(), choice.reason)
     return choice
 
 

@@ -49,7 +49,7 @@ _ALL = (
         "other-launcher",
         "torchrun, or another launcher that is not MPI's, started the processes. To MPI each is rank 0 of 1. A program "
         "that gives a Buffer MPI.COMM_WORLD seems to work, but every process computes alone. Such a job has no relay over MPI, so "
-        "on several hosts it needs NVSHMEM and a NIC.",
+        "on several hosts it needs NVSHMEM and a NIC, or NIXL.",
         "With PyTorch, give the Buffer deepep_rt.torch.communicator(), which needs no MPI. Otherwise start with mpirun "
         "(or srun), one process for each GPU. If this is the only process, unset WORLD_SIZE.",
     ),
@@ -211,24 +211,25 @@ _ALL = (
     FindingType(
         "no-transport",
         "No transport, or not the one that --transport asks for, can carry rows between the nodes. Making a Buffer raises "
-        "EPUnavailableError. NVSHMEM needs a NIC on every host. The relay needs MPI with MPI_THREAD_MULTIPLE, so it does not "
-        "serve jobs that torchrun started.",
-        "Start the job with mpirun or srun, leave out settings that lower MPI's threads (mpi4py.rc.thread_level, "
-        "MPI4PY_RC_THREAD_LEVEL), and take an MPI that was built with threads. Or choose hosts with RDMA NICs.",
+        "EPUnavailableError. NVSHMEM needs a NIC on every host. A relay needs MPI with MPI_THREAD_MULTIPLE, which jobs "
+        "that torchrun started lack, or NIXL on every host.",
+        "Install nixl-cu12 (nixl-cu13 with CUDA 13) on every host. Or start the job with mpirun or srun, leave out settings "
+        "that lower MPI's threads (mpi4py.rc.thread_level, MPI4PY_RC_THREAD_LEVEL), and take an MPI that was built with "
+        "threads. Or choose hosts with RDMA NICs.",
     ),
     FindingType(
         "no-nic",
         "The ranks are on several hosts, and NVSHMEM's default transport finds no NIC on a host: none is there, none is "
-        "active, or this user may not open it. With transport='auto', a Buffer takes the relay over MPI, which is slower.",
+        "active, or this user may not open it. With transport='auto', a Buffer takes a relay over MPI or NIXL, which is slower.",
         "Look at ibstat or ibv_devinfo. In a container, pass /dev/infiniband in. On a cloud, choose machines with RDMA "
         "(InfiniBand, RoCE, EFA) and NVSHMEM_REMOTE_TRANSPORT to match; docs/several-nodes.md has the list. If there is no "
         "such NIC, measure what the relay gets with doctor --network.",
     ),
     FindingType(
         "no-mpi-threads",
-        "MPI does not grant MPI_THREAD_MULTIPLE. NVSHMEM needs no threads of MPI, so this job works. The relay "
-        "(NetworkOptions(transport='mpi')) would not.",
-        "Nothing, unless you want the relay. Then leave out settings that lower MPI's threads (mpi4py.rc.thread_level, "
+        "MPI does not grant MPI_THREAD_MULTIPLE. Neither NVSHMEM nor NIXL needs threads of MPI, so this job works. The relay "
+        "over MPI (NetworkOptions(transport='mpi')) would not.",
+        "Nothing, unless you want that relay. Then leave out settings that lower MPI's threads (mpi4py.rc.thread_level, "
         "MPI4PY_RC_THREAD_LEVEL), or take an MPI that was built with threads.",
     ),
     FindingType(

@@ -215,6 +215,7 @@ VERSIONS = {
     "MPI library": ("mpi", "library"),
     "NVIDIA driver": ("nvml", "driver"),
     "CUDA of the driver": ("driver", "cuda"),
+    "NIXL": ("nixl", "version"),
     "NVRTC": ("nvrtc", "version"),
     "nvJitLink": ("nvjitlink", "version"),
     "NVSHMEM (host)": ("nvshmem_host", "version"),

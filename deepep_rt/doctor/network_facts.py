@@ -37,9 +37,9 @@ def _rank_facts(report: Mapping[str, Any]) -> RankFacts:
     """Make the facts of a rank for the choice. Unknown facts are no objection."""
     host = f"{fact(report, 'machine', 'host') or 'unknown'} {report['group']}"
     remote = (fact(report, "settings", "variables") or {}).get("NVSHMEM_REMOTE_TRANSPORT", "")
-    no_relay = NO_THREADS if report.get("mpi_threads", "multiple") not in ("multiple", "unknown") else ""
-    nics = fact(report, "network", "nics")
-    return facts_of(host, remote, nics, no_relay) if nics is not None else RankFacts(host, "", no_relay)
+    no_mpi = NO_THREADS if report.get("mpi_threads", "multiple") not in ("multiple", "unknown") else ""
+    nics, no_nixl = fact(report, "network", "nics"), fact(report, "nixl", "error") or ""
+    return facts_of(host, remote, nics, no_mpi, no_nixl) if nics is not None else RankFacts(host, "", no_mpi, no_nixl)
 
 
 def has_several_nodes(job: JobReport) -> bool:
@@ -100,7 +100,7 @@ def link_summaries(job: JobReport) -> list[LinkSummary]:
 def _far_gpu_kind(job: JobReport, transport: str) -> LinkKind | None:
     if len(job.hosts) > 1:
         return far_kind(job)
-    return LINK_KINDS["host-memory"] if transport == "mpi" else gpu_kind(job)
+    return gpu_kind(job) if transport == "nvshmem" else LINK_KINDS["host-memory"]
 
 
 def slower_gb_s(link: Mapping[str, Any]) -> float:

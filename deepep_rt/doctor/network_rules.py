@@ -22,7 +22,7 @@ def _transport(job: JobReport) -> Iterator[Finding]:
     found = transport_of(job)
     if isinstance(found, str):
         yield Finding.of("no-transport", "error", found)
-    if job.transport == "mpi" or len(job.hosts) < 2:
+    if job.transport in ("nixl", "mpi") or len(job.hosts) < 2:
         return
     without = {
         host: objection
@@ -32,7 +32,7 @@ def _transport(job: JobReport) -> Iterator[Finding]:
     wants = any((fact(report, "settings", "variables") or {}).get("NVSHMEM_REMOTE_TRANSPORT") for report in job.reports)
     if without and not wants:
         level = "warning" if isinstance(found, Choice) else "error"
-        takes = ". The relay over MPI carries the rows" if isinstance(found, Choice) else ""
+        takes = f". The relay over {found.name.upper()} carries the rows" if isinstance(found, Choice) else ""
         yield Finding.of("no-nic", level, first_few([f"{host} has {objection}" for host, objection in without.items()]) + takes)
 
 

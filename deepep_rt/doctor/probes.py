@@ -22,6 +22,7 @@ from typing import Any
 
 from .. import _env
 from .._version import __version__
+from ..comm.nixl_traffic import load_nixl, nixl_objection
 from ..cuda.nics import list_nics, read_text
 from ..errors import EPCacheError, EPCompileError, EPConfigError, EPUnavailableError
 from ..jit import compiler, libraries
@@ -209,6 +210,15 @@ def network(root: Path = Path("/")) -> dict[str, Any]:
     }
 
 
+def nixl() -> dict[str, Any]:
+    """Import NIXL, which the relay of `transport="nixl"` sends with. `error`: why it cannot."""
+    if error := nixl_objection():
+        return {"version": None, "path": None, "error": error}
+    module = load_nixl()
+    package = module.__name__.partition(".")[0]
+    return {"version": importlib.metadata.version(package.replace("_", "-")), "path": module.__file__, "error": None}
+
+
 def _loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)
@@ -258,6 +268,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "nvshmem_host": nvshmem_host,
     "nvshmem_device": nvshmem_device,
     "bindings": bindings,
+    "nixl": nixl,
     "network": network,
     "cache": kernel_cache,
 }

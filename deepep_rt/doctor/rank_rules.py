@@ -129,7 +129,7 @@ def _network(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
     nics = fact(report, "network", "nics")
     if not nics or job.backend == "host" or not has_hardware(report):
         return
-    level = "warning" if job.has_network and job.transport != "mpi" else "note"  # the relay uses MPI, and MPI what it likes
+    level = "warning" if job.has_network and job.transport not in ("nixl", "mpi") else "note"  # relays need no NIC
     down = [f"{nic['name']}:{port['port']} {port['state']}" for nic in nics for port in nic["ports"] if port["state"] != "ACTIVE"]
     if down:
         yield Finding.of("nic-down", level, first_few(down))

@@ -24,8 +24,8 @@ _FLOW_BYTES = 64 * 1024 * 1024  # of all slots of a rank, at both ends
 
 # Over NVLink a put of NVSHMEM keeps a warp busy, so many small chunks are faster (bench/measured.md). A put of a relay takes its thread
 # some microseconds, whatever its size.
-_CHUNK_BYTES = {"nvshmem": 64 * 1024, "mpi": 256 * 1024}
-_MOST_SLOTS = {"nvshmem": 256, "mpi": 64}
+_CHUNK_BYTES = {"nvshmem": 64 * 1024, "nixl": 256 * 1024, "mpi": 256 * 1024}
+_MOST_SLOTS = {"nvshmem": 256, "nixl": 64, "mpi": 64}
 
 
 def usual_chunk_tokens(row_bytes: int, transport: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from memory_store import make_ranks
 from paths import PROGRAMS
 
 from deepep_rt import EPUnavailableError
+from deepep_rt.comm.nixl_traffic import nixl_objection
 from deepep_rt.comm.relay import Relay
 from deepep_rt.comm.relay_puts import Mirror, Put, PutRing, RelayPeers
 from deepep_rt.kernels import structs
 
+needs_nixl = pytest.mark.skipif(bool(nixl_objection()), reason="NIXL is not installed")
 DESCRIPTOR = structs.Descriptor.dtype({})
 
 
@@ -31,6 +34,35 @@ def test_relays_over_mpi() -> None:
 def test_a_bad_network_between_two_nodes() -> None:
     output = run_checks(4, "bad_network_rounds")
     assert "rounds of 4 ranks" in output
+
+
+@needs_nixl
+@pytest.mark.parametrize(("ranks", "program"), [(3, "relay"), (4, "bad_network_rounds")])
+def test_relays_over_nixl(monkeypatch: pytest.MonkeyPatch, ranks: int, program: str) -> None:
+    """All that relays over MPI do."""
+    monkeypatch.setenv("RELAY_TRANSPORT", "nixl")
+    run_checks(ranks, program)
+
+
+@needs_nixl
+@pytest.mark.parametrize("how", ["none", "no-agent", "SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("ways", ["", "tcp,self"])
+def test_relays_without_mpi(how: str, ways: str) -> None:
+    """The loss of a process is an error at once over any of UCX's ways, and the others go on without it."""
+    times = limits.slowness()
+    done = subprocess.run(
+        [sys.executable, PROGRAMS / "relays_without_mpi.py", "--how", how],
+        env=environment(**{limits.VARIABLE: str(times)}, **({"UCX_TLS": ways} if ways else {})),
+        capture_output=True,
+        text=True,
+        timeout=limits.seconds(120, times),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ranks: passed" in done.stdout
+    raised = [float(after_s) for after_s in re.findall(r"raised after (\S+) s", done.stdout)]
+    assert len(raised) == (2 if how.startswith("SIG") else 0)
+    assert max(raised, default=0.0) < limits.seconds(1.0 if how == "SIGKILL" else 4.0, times), done.stdout
 
 
 @pytest.mark.parametrize("how", [pytest.param("SIGSTOP", marks=pytest.mark.full), "SIGKILL"])
@@ -76,7 +108,7 @@ def test_a_relay_needs_mpi() -> None:
     with pytest.raises(
         EPUnavailableError, match=r"rank 0 has .*, which carries no rows; expected MPI .* Start the program with mpirun"
     ):
-        Relay(make_ranks()[0], 0, 64, 0, 0, 4, DESCRIPTOR, 1.0, node_size=1)
+        Relay(make_ranks()[0], 0, 64, 0, 0, 4, DESCRIPTOR, 1.0, node_size=1, transport="mpi")
 
 
 # --- the ring ------------------------------------------------------------------------------------------------------------------------

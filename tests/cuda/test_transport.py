@@ -13,13 +13,15 @@ from deepep_rt import EPUnavailableError, NetworkOptions
 from deepep_rt.cuda import nics, transport
 from deepep_rt.cuda.transport import RankFacts, agree_on_transport, choose_transport
 
-NO_NIC, NO_RELAY = "no RDMA NIC", "a communicator over a store"
-GOOD = [RankFacts("a 1", "", ""), RankFacts("b 2", "", "")]
-WITHOUT_NIC = [RankFacts("a 1", "", ""), RankFacts("b 2", NO_NIC, "")]
-WITHOUT_MPI = [RankFacts("a 1", "", NO_RELAY), RankFacts("b 2", "", NO_RELAY)]
-WITHOUT_BOTH = [RankFacts("a 1", NO_NIC, NO_RELAY), RankFacts("b 2", NO_NIC, NO_RELAY)]
-ONE_HOST = [RankFacts("a 1", NO_NIC, NO_RELAY)] * 2
-WISH = [RankFacts("a 1", NO_NIC, ""), RankFacts("b 2", "", "", "NVSHMEM_REMOTE_TRANSPORT=ucx")]
+NO_NIC, NO_MPI, NO_NIXL = "no RDMA NIC", "a communicator over a store", "no NIXL (ModuleNotFoundError)"
+GOOD = [RankFacts("a 1", "", "", ""), RankFacts("b 2", "", "", "")]
+WITHOUT_NIC = [RankFacts("a 1", "", "", ""), RankFacts("b 2", NO_NIC, "", "")]
+WITHOUT_MPI = [RankFacts("a 1", "", NO_MPI, NO_NIXL), RankFacts("b 2", "", NO_MPI, NO_NIXL)]
+WITHOUT_NIXL = [RankFacts("a 1", NO_NIC, "", ""), RankFacts("b 2", NO_NIC, "", NO_NIXL)]
+WITH_NIXL = [RankFacts("a 1", NO_NIC, NO_MPI, "")] * 2 + [RankFacts("b 2", "", "", "")]
+WITHOUT_ALL = [RankFacts("a 1", NO_NIC, NO_MPI, NO_NIXL), RankFacts("b 2", NO_NIC, NO_MPI, NO_NIXL)]
+ONE_HOST = [RankFacts("a 1", NO_NIC, NO_MPI, NO_NIXL)] * 2
+WISH = [RankFacts("a 1", NO_NIC, "", NO_NIXL), RankFacts("b 2", "", "", "", "NVSHMEM_REMOTE_TRANSPORT=ucx")]
 
 
 @pytest.mark.parametrize(
@@ -29,9 +31,12 @@ WISH = [RankFacts("a 1", NO_NIC, ""), RankFacts("b 2", "", "", "NVSHMEM_REMOTE_T
         ("auto", WITHOUT_MPI, "nvshmem", "every host has a NIC"),
         ("auto", ONE_HOST, "nvshmem", "all ranks are on one host"),
         ("auto", WITHOUT_NIC, "mpi", "rank 1 on b has no RDMA NIC"),
+        ("auto", WITHOUT_NIXL, "mpi", "rank 0 on a has no RDMA NIC"),
+        ("auto", WITH_NIXL, "nixl", "rank 0 on a has no RDMA NIC, and rank 0 on a has a communicator over a store"),
         ("auto", WISH, "nvshmem", "rank 1 on b has NVSHMEM_REMOTE_TRANSPORT=ucx"),
         ("mpi", WISH, "mpi", "was passed"),
         ("mpi", GOOD, "mpi", "was passed"),
+        ("nixl", GOOD, "nixl", "was passed"),
         ("nvshmem", GOOD, "nvshmem", "was passed"),
         ("nvshmem", ONE_HOST, "nvshmem", "was passed"),
         ("nvshmem", WISH, "nvshmem", "was passed"),
@@ -46,8 +51,17 @@ def test_the_choice_and_its_reason(asked: str, facts: list[RankFacts], chosen: s
 @pytest.mark.parametrize(
     ("asked", "facts", "words"),
     [
-        ("auto", WITHOUT_BOTH, r"transport='auto'.*rank 0 on a has no RDMA NIC.*a store; expected .*mpirun"),
-        ("nvshmem", WITHOUT_NIC, r"transport='nvshmem', but rank 1 on b has no RDMA NIC; expected .*Pass transport='mpi'"),
+        (
+            "auto",
+            WITHOUT_ALL,
+            r"transport='auto'.*rank 0 on a has no RDMA NIC.*a store.*no NIXL.*; expected .*nixl-cu12.*mpirun",
+        ),
+        ("nvshmem", WITHOUT_NIC, r"transport='nvshmem', but rank 1 on b has no RDMA NIC; expected .*Pass transport='nixl'"),
+        (
+            "nixl",
+            WITHOUT_NIXL,
+            r"transport='nixl', but rank 1 on b has no NIXL.*; expected NIXL .*Install nixl-cu12",
+        ),
         ("mpi", WITHOUT_MPI, r"transport='mpi', but rank 0 on a has a communicator over a store; expected MPI.*mpirun"),
     ],
 )
@@ -68,16 +82,26 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.fixture
+def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "nixl_objection", lambda: NO_NIXL)
+
+
+@pytest.mark.usefixtures("without_nixl")
 def test_ranks_agree_over_a_store(hosts: list[dict[str, Any]]) -> None:
-    """A store carries no rows. Without a NIC, all ranks raise the same."""
+    """A store carries no rows. Without a NIC and NIXL, all ranks raise the same."""
     ranks = make_ranks()
     for error in on_all(ranks, lambda comm: outcome(lambda: agree_on_transport(comm, None))):
         assert isinstance(error, EPUnavailableError)
-        assert "over the store of torch.distributed, which carries no rows; expected" in str(error)
+        assert (
+            "over the store of torch.distributed, which carries no rows, and rank 0 on host0 has no NIXL (ModuleNotFoundError); expected"
+            in str(error)
+        )
     hosts.append({"name": "mlx5_0", "usable": True, "ports": [{"state": "ACTIVE"}]})
     assert [choice.name for choice in on_all(ranks, lambda comm: agree_on_transport(comm, None))] == ["nvshmem"] * 3
 
 
+@pytest.mark.usefixtures("without_nixl")
 def test_the_log_says_once_why_nvshmem_is_not_used(
     hosts: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -215,6 +215,12 @@ def test_rates_between_gpus_of_different_nodes() -> None:
             [set_nic(usable=False)],
             "mpi: rank 0 on host0 has NICs that this user may not open in /dev/infiniband (mlx5_0)",
         ),
+        (
+            dict(ranks=16),
+            [set_facts("network", nics=[]), set_threads("single")],
+            f"nixl: rank 0 on host0 has no RDMA NIC, and rank 0 on host0 has {network_facts.NO_THREADS}",
+        ),
+        (dict(ranks=16, transport="nixl"), [], "nixl: transport='nixl' was passed"),
         (dict(ranks=16, transport="mpi"), [], "mpi: transport='mpi' was passed"),
         (
             dict(ranks=16, transport="mpi"),
@@ -248,7 +254,7 @@ def test_the_words_for_missing_threads_are_those_of_the_communicator() -> None:
 def test_an_unknown_transport_is_refused(doctor: Doctor) -> None:
     done = doctor.run(program("--transport", "pigeon"))
     assert done.returncode == 1
-    assert "--transport='pigeon'; expected auto, nvshmem or mpi" in done.stderr
+    assert "--transport='pigeon'; expected auto, nvshmem, nixl or mpi" in done.stderr
 
 
 def test_nodes_that_the_environment_declares() -> None:

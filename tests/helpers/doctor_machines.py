@@ -49,6 +49,7 @@ def report(rank: int = 0, *, ranks: int = 8, per_host: int = 8, num_gpus: int = 
         "nvshmem_host": {"version": "3.8.0", "path": "a"},
         "nvshmem_device": {"version": "3.8.0", "path": "b"},
         "bindings": {"module": None},
+        "nixl": {"version": "1.5.1", "path": "", "error": None},
         "network": {"nics": [nic], "peermem": True, "open_driver": True, "gdrdrv": True, "gdrapi": True,
                     "driver_parameters": {"EnableStreamMemOPs": "1", "RegistryDwords": "PeerMappingOverride=1;"},
                     "interfaces": [{"name": "eth0", "address": f"10.0.0.{1 + rank // per_host}/24", "speed_mbit": 100_000}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
@@ -15,6 +16,8 @@ from deepep_rt.kernels import structs
 DESCRIPTOR = structs.Descriptor.dtype({})
 FIRST = 4096
 """The offset at which the mirrored memory begins."""
+TRANSPORT = os.environ.get("RELAY_TRANSPORT", "mpi")
+"""What carries the puts of relays."""
 
 
 class RelayRank:
@@ -42,7 +45,7 @@ class RelayRank:
             self.ring.ctypes.data,
             depth,
             DESCRIPTOR,
-            **{"timeout_s": 20.0, "first_put": first_put, "node_size": 1, **settings},
+            **{"timeout_s": 20.0, "first_put": first_put, "node_size": 1, "transport": TRANSPORT, **settings},
         )
 
     @property

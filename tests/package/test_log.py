@@ -58,5 +58,5 @@ def test_the_line_describes_the_buffer(caplog: pytest.LogCaptureFixture, monkeyp
 def test_all_modules_use_one_logger() -> None:
     package = Path(deepep_rt.__file__).parent
     named = {name for path in package.rglob("*.py") for name in re.findall(r"getLogger\((.*?)\)", path.read_text())}
-    assert named == {'"deepep_rt"', "__name__"}
+    assert named - {'"nixl"'} == {'"deepep_rt"', "__name__"}  # NIXL's own, which is quiet while an agent is made
     assert isinstance(logging.getLogger("deepep_rt").handlers[0], logging.NullHandler)

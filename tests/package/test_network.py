@@ -44,8 +44,8 @@ def test_environment():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"transport": "tcp"}, ["transport='tcp'", "'auto' or 'nvshmem' or 'mpi'"]),
-        ({"transport": None}, ["transport=None", "'auto' or 'nvshmem' or 'mpi'"]),
+        ({"transport": "tcp"}, ["transport='tcp'", "'auto' or 'nvshmem' or 'nixl' or 'mpi'"]),
+        ({"transport": None}, ["transport=None", "'auto' or 'nvshmem' or 'nixl' or 'mpi'"]),
         ({"nvshmem_remote_transport": "ibgda"}, ["nvshmem_remote_transport='ibgda'", "'ibrc' or 'ibdevx'"]),
         ({"ibgda": "yes"}, ["ibgda='yes'"]),
         ({"service_level": 16}, ["service_level=16", "0 to 15"]),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from paths import ROOT
@@ -16,6 +18,7 @@ import model
 from deepep_rt.backends.agreement import _check_same
 from deepep_rt.backends.overflow import too_many_rows
 from deepep_rt.backends.path_choice import call_times, choose_path
+from deepep_rt.comm.nixl_traffic import nixl_objection, no_agent
 from deepep_rt.comm.relay_puts import RelayPeers
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config
@@ -47,8 +50,8 @@ def config(ranks: int, **more: Any) -> Config:
     return Config(ranks, 8, 64, 2, 8 * ranks, timeout_s=300.0, check_inputs=False, **more)
 
 
-def facts(host: str, no_nic: str = "", no_relay: str = "") -> RankFacts:
-    return RankFacts(f"{host} id", no_nic, no_relay)
+def facts(host: str, no_nic: str = "", no_mpi: str = "", no_nixl: str = "") -> RankFacts:
+    return RankFacts(f"{host} id", no_nic, no_mpi, no_nixl)
 
 
 def relay_error(failure: str) -> None:
@@ -62,6 +65,15 @@ def relay_error(failure: str) -> None:
         peers.failed(3, failure)
     error = peers.error()
     assert error is not None
+    raise error
+
+
+def missing_nixl() -> str:
+    with mock.patch.object(importlib.util, "find_spec", return_value=None):
+        return nixl_objection()
+
+
+def fail(error: EPError) -> None:
     raise error
 
 
@@ -79,6 +91,9 @@ def raised(call: Callable[[], Any]) -> str:
         ("ranks pass different paths", lambda: _check_same([{"path": "hierarchical"}, {"path": "direct"}])),
         ("no NIC for", lambda: choose_transport("nvshmem", [facts("node1"), facts("node2", nvshmem_objection([]))])),
         ("no MPI for", lambda: choose_transport("mpi", [facts("node1", "", StoreCommunicator.relay_objection)])),
+        ("no NIXL for", lambda: choose_transport("nixl", [facts("node1", no_nixl=missing_nixl())])),
+        ("NIXL cannot make", lambda: fail(no_agent("rank 3 on node 1", "nixlBackendError: NIXL_ERR_BACKEND"))),
+        ("a process is killed", lambda: relay_error("the connection was lost (NIXL_ERR_REMOTE_DISCONNECT)")),
         ("a relay fails", lambda: relay_error("MemoryError")),
     ],
 )  # fmt: skip
@@ -97,7 +112,7 @@ def test_silent_relays_and_full_results() -> None:
 
 
 def test_the_page_names_every_fault_once() -> None:
-    assert len(FAULTS) == 9
+    assert len(FAULTS) == 12
 
 
 # --- the path ----------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 from bad_network import BadNetwork, bad_network
 from limits import seconds
 from mpi4py import MPI
-from relay_rank import DESCRIPTOR, Exchange, RelayRank
+from relay_rank import DESCRIPTOR, TRANSPORT, Exchange, RelayRank
 from spmd import idle_barrier, main, raises
 
 from deepep_rt import EPTimeoutError, EPUnavailableError
@@ -156,7 +156,7 @@ def check_pauses_end(comm: MPI.Intracomm) -> None:
 def check_bandwidth(comm: MPI.Intracomm) -> None:
     """Print it: CI has no cores for a threshold."""
     chunk, slots, count = 1 << 20, 8, 100
-    peer = (comm.Get_rank() + comm.Get_size() // 2) % comm.Get_size()
+    peer, source = ((comm.Get_rank() + step) % comm.Get_size() for step in (1, -1))
     rank = RelayRank(comm, 2 * slots * (chunk + 8))
     arrived, credits, data = rank.words[:slots], rank.words[slots : 2 * slots], 16 * slots
     sent = received = 0
@@ -168,7 +168,7 @@ def check_bandwidth(comm: MPI.Intracomm) -> None:
             rank.put(peer, data + slots * chunk, data, chunk, 8 * (sent % slots), sent // slots + 1)
             sent += 1
         while received < count and arrived[received % slots] > received // slots:
-            rank.put(peer, 0, 0, 0, 8 * (slots + received % slots), received // slots + 1)
+            rank.put(source, 0, 0, 0, 8 * (slots + received % slots), received // slots + 1)
             received += 1
         time.sleep(2e-5)
     seconds = time.monotonic() - start
@@ -241,7 +241,10 @@ def check_a_silent_relay(comm: MPI.Intracomm) -> None:
         turn = rank.relay._traffic.turn
         rank.relay._traffic.turn = lambda: (time.sleep(2 * TIMEOUT_S), setattr(rank.relay._traffic, "turn", turn))[0]
         error = _await_error(rank.relay, TIMEOUT_S + seconds(0.5))
-        assert "the relay of rank 1 on node 1, which sends over MPI for transport='mpi', has made no turn for " in str(error)
+        assert (
+            f"the relay of rank 1 on node 1, which sends over {TRANSPORT.upper()} for transport='{TRANSPORT}', has made no turn for "
+            in str(error)
+        )
     else:
         error = _await_error(rank.relay, TIMEOUT_S + seconds(0.2))
         assert "the relay of rank 1 on node 1 has sent nothing for " in str(error)
@@ -293,7 +296,7 @@ def check_threads_of_mpi(comm: MPI.Intracomm) -> None:
         mock.patch.object(MPI, "Query_thread", return_value=MPI.THREAD_SERIALIZED),
         raises(EPUnavailableError, "no MPI_THREAD_MULTIPLE"),
     ):
-        Relay(communicator_of(comm), memory, 64, 0, memory, 1, DESCRIPTOR, 1.0, node_size=1)
+        Relay(communicator_of(comm), memory, 64, 0, memory, 1, DESCRIPTOR, 1.0, node_size=1, transport="mpi")
 
 
 if __name__ == "__main__":

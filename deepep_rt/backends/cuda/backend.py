@@ -49,7 +49,7 @@ from .runtime import CudaRuntime
 from .statistics import GpuStatistics
 from .throughput import NodesThroughput, Throughput, ThroughputCalls
 
-_TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "mpi": "a relay over MPI"}
+_TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "nixl": "a relay over NIXL", "mpi": "a relay over MPI"}
 MEASURE: Callable[..., LinkRates] | None = measure_links
 """Measures the links of GPUs for `path="auto"`. None: the usual rates of the transport decide."""
 

@@ -60,6 +60,7 @@ class NetworkMemory:
             descriptor,
             config.timeout_s,
             node_size=config.node_size,
+            transport=config.transport,
         )
         self.wake = self._relay.wake
 
