@@ -239,6 +239,8 @@ def test_each_choice_of_a_buffer_between_nodes_is_compiled(terminal: Terminal, m
 
     chosen = terminal.json(*command, "--path", "direct", "--transport", "mpi")
     assert {(row["transport"], row["path"]) for row in chosen if not KERNELS[row["kernel"]].is_local} == {("mpi", "direct")}
+    over_nixl = terminal.json(*command, "--path", "direct", "--transport", "nixl")
+    assert [row["key"] for row in over_nixl] == [row["key"] for row in chosen], "relays share their kernels"
     for option in ("--path", "--transport"):
         terminal(*command, option, "tcp", status=1)
         assert "'tcp'; expected" in terminal.err

@@ -35,7 +35,7 @@ from deepep_rt.backends.cuda import link_rates
 from deepep_rt.backends.cuda.low_latency import LowLatency
 from deepep_rt.backends.cuda.monitor import Monitor
 from deepep_rt.comm.consensus import Consensus
-from deepep_rt.cuda import driver, nvshmem
+from deepep_rt.cuda import driver, nvshmem, transport
 from deepep_rt.jit import launch
 from deepep_rt.kernels.layout import Layout
 
@@ -336,6 +336,10 @@ def test_the_description_of_a_buffer(fake: FakeGpu, make: Any, monkeypatch: pyte
         assert buffer.describe().provider == "CUDA virtual memory, shared by descriptors over sockets"
     with make(ranks_per_node=1, network=NetworkOptions(transport="mpi")) as buffer:
         assert buffer.describe().provider == "CUDA driver, not shared"
+    monkeypatch.setattr(transport, "nixl_objection", lambda: "")
+    with make(ranks_per_node=2, network=NetworkOptions(transport="nixl")) as buffer:
+        found = buffer.describe()
+    assert (found.transport, found.transport_reason) == ("nixl", "transport='nixl' was passed")
     with make(ranks_per_node=2) as buffer:
         found = buffer.describe()
     assert (found.transport, found.transport_reason) == ("nvshmem", "all ranks are on one host")
