@@ -56,6 +56,14 @@ def no_agent(rank: str, cause: str) -> EPUnavailableError:
     )
 
 
+def no_connection(rank: str, cause: str) -> EPUnavailableError:
+    """Make the error about a rank that does not reach another one. `cause` names that one."""
+    return EPUnavailableError(
+        f"transport='nixl', but {rank} does not reach {cause}; expected a network that both have. Set UCX_TLS and UCX_NET_DEVICES to "
+        f"the same networks on all hosts, or pass transport='mpi'."
+    )
+
+
 class _Address(NamedTuple):
     """What a rank tells the others: the error that it has, or its agent and the address of its memory."""
 
@@ -95,15 +103,27 @@ class NixlTraffic(RelayTraffic):
             if address.error:
                 raise no_agent(peers.describe(rank), address.error)
         self._names: dict[int, Any] = {}
-        for rank in peers.ranks:
-            name = self._agent.add_remote_agent(self._addresses[rank].metadata)
-            self._names[rank] = name.decode() if isinstance(name, bytes) else name
+        for rank, why in enumerate(comm.allgather(self._connect(peers))):
+            if why:
+                raise no_connection(peers.describe(rank), why)
+        bindings = self._nixl.nixlBind
+        self._losses = (bindings.nixlRemoteDisconnectError, bindings.nixlBackendError, bindings.nixlCancelledError)
         self._idle: dict[tuple[int, int, int, int], list[Any]] = {}  # transfers that run no more, by their places
         self._num_made = 0
         self._running: list[_Transfer] = []
         self._lost: dict[int, str] = {}  # why, by rank
         self._unconfirmed = set(peers.ranks)
         self._linger_until: float | None = None
+
+    def _connect(self, peers: RelayPeers) -> str:
+        """Meet the agents of the other ranks. Return the reason why one cannot be reached, or an empty text."""
+        for rank in peers.ranks:
+            try:
+                name = self._agent.add_remote_agent(self._addresses[rank].metadata)
+            except Exception as error:  # of any kind that NIXL has
+                return f"the agent of {peers.describe(rank)}: {type(error).__name__}: {error}"
+            self._names[rank] = name.decode() if isinstance(name, bytes) else name
+        return ""
 
     def _make_agent(self) -> Any:
         config = self._nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
@@ -128,7 +148,7 @@ class NixlTraffic(RelayTraffic):
             return None
         try:
             return act(self._names[rank])
-        except self._nixl.nixlBind.nixlRemoteDisconnectError as error:
+        except self._losses as error:
             self._lost[rank] = str(error)
             return None
 

@@ -45,8 +45,8 @@ def test_relays_over_nixl(monkeypatch: pytest.MonkeyPatch, ranks: int, program: 
 
 
 @needs_nixl
-@pytest.mark.parametrize("how", ["none", "no-agent", "SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("ways", ["", "tcp,self"])
+@pytest.mark.parametrize("how", ["none", "no-agent", "no-network", "SIGKILL", "SIGSTOP"])
 def test_relays_without_mpi(how: str, ways: str) -> None:
     """The loss of a process is an error at once over any of UCX's ways, and the others go on without it."""
     times = limits.slowness()

@@ -18,7 +18,7 @@ import model
 from deepep_rt.backends.agreement import _check_same
 from deepep_rt.backends.overflow import too_many_rows
 from deepep_rt.backends.path_choice import call_times, choose_path
-from deepep_rt.comm.nixl_traffic import nixl_objection, no_agent
+from deepep_rt.comm.nixl_traffic import nixl_objection, no_agent, no_connection
 from deepep_rt.comm.relay_puts import RelayPeers
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config
@@ -93,6 +93,12 @@ def raised(call: Callable[[], Any]) -> str:
         ("no MPI for", lambda: choose_transport("mpi", [facts("node1", "", StoreCommunicator.relay_objection)])),
         ("no NIXL for", lambda: choose_transport("nixl", [facts("node1", no_nixl=missing_nixl())])),
         ("NIXL cannot make", lambda: fail(no_agent("rank 3 on node 1", "nixlBackendError: NIXL_ERR_BACKEND"))),
+        (
+            "ranks have no network of NIXL",
+            lambda: fail(
+                no_connection("rank 0 on node 0", "the agent of rank 1 on node 1: nixlBackendError: NIXL_ERR_BACKEND")
+            ),
+        ),
         ("a process is killed", lambda: relay_error("the connection was lost (NIXL_ERR_REMOTE_DISCONNECT)")),
         ("a relay fails", lambda: relay_error("MemoryError")),
     ],
@@ -112,7 +118,7 @@ def test_silent_relays_and_full_results() -> None:
 
 
 def test_the_page_names_every_fault_once() -> None:
-    assert len(FAULTS) == 12
+    assert len(FAULTS) == 13
 
 
 # --- the path ----------------------------------------------------------------------------------------------------------------------

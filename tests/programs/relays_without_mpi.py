@@ -1,12 +1,13 @@
 """Relays over NIXL between processes that have no MPI: puts, a rank that is killed or stopped, and survivors that go on.
 
-Usage: relays_without_mpi.py [--ranks N] [--how SIGKILL|SIGSTOP|none|no-agent]. The last rank gets the signal in
-the middle of puts, or cannot make an agent.
+Usage: relays_without_mpi.py [--ranks N] [--how SIGKILL|SIGSTOP|none|no-agent|no-network]. The last rank gets the signal
+in the middle of puts, cannot make an agent, or has no network in common with the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import multiprocessing as mp
 import os
 import signal
@@ -22,8 +23,14 @@ from deepep_rt import EPTimeoutError, EPUnavailableError
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.comm.store_client import StoreClient
 from deepep_rt.comm.store_server import StoreServer
+from deepep_rt.doctor.addresses import interfaces
 
 TIMEOUT_S = seconds(4.0)
+
+
+def another_network() -> str:
+    """Return the name of an interface of this host that other hosts could reach."""
+    return next(one["name"] for one in interfaces() if not ipaddress.ip_interface(one["address"]).is_loopback)
 
 
 def rank_of(rank: int, ranks: int, how: str, port: int, pipe: Connection) -> None:
@@ -31,6 +38,14 @@ def rank_of(rank: int, ranks: int, how: str, port: int, pipe: Connection) -> Non
     client = StoreClient("127.0.0.1", port)
     comm = StoreCommunicator(client, "all", rank, ranks)
     settings = {"transport": "nixl", "timeout_s": TIMEOUT_S}
+    if how == "no-network":
+        os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo" if rank == ranks - 1 else another_network()}
+        with raises(
+            EPUnavailableError, f"transport='nixl', but rank 0 on node 0 does not reach the agent of rank {ranks - 1} on node "
+        ):
+            RelayRank(comm, 64, **settings)
+        pipe.send(("done", 0.0, ""))
+        return
     if how == "no-agent":
         os.environ |= {"UCX_TLS": "self"} if rank == ranks - 1 else {}
         with raises(
