@@ -118,6 +118,11 @@ class Relay:
             raise error
 
     @property
+    def num_taken(self) -> int:
+        """The puts of the ring that this relay has read."""
+        return self._ring.num_taken
+
+    @property
     def progress(self) -> str:
         """What this relay has carried, in words."""
         traffic = self._traffic

@@ -292,6 +292,12 @@ _ALL = (
         "The message is that of the Buffer. Other findings often say more.",
     ),
     FindingType(
+        "relay-not-measured",
+        "doctor --network --transport nixl could not start a relay over NIXL between two nodes. A Buffer with this transport "
+        "will probably not start one either.",
+        "The message is that of the relay. It says which rank cannot use NIXL, or does not reach which other one.",
+    ),
+    FindingType(
         "slow-network",
         "Large messages between ranks are slower than half of what this kind of link usually reaches. MPI may use another "
         "network than the fastest one, for example TCP instead of InfiniBand. The relay over MPI then is as slow.",

@@ -56,7 +56,7 @@ class LinkSummary:
     """
 
     where: str  # "near" or "far"
-    medium: str  # "MPI" (from host memory), or "GPU" with the transport between nodes
+    medium: str  # "MPI" or "a relay over NIXL" (from host memory), or "GPU" with the transport between nodes
     num_pairs: int  # measured pairs of ranks. For GPUs: nodes
     us: float | None  # of a small message one way. None: not measured
     gb_s: float  # of large messages, in the slower direction of each pair
@@ -84,6 +84,8 @@ def link_summaries(job: JobReport) -> list[LinkSummary]:
         for on_one_host, each in groups.items():
             if any("gb_s" in link for link in each):
                 found.append(_summary(where, each, LINK_KINDS["host-memory"] if on_one_host else far_kind(job)))
+    if relays := (measured.get("relay") or {}).get("links"):
+        found.append(_summary("far", relays, None, "a relay over NIXL"))
     gpus = measured.get("gpus") or {}
     rates, far = {int(node): gb_s for node, gb_s in gpus.get("near", {}).items()}, gpus.get("far")
     if rates:
@@ -108,13 +110,13 @@ def slower_gb_s(link: Mapping[str, Any]) -> float:
     return min(link["gb_s"], link["back_gb_s"])
 
 
-def _summary(where: str, links: Sequence[Mapping[str, Any]], kind: LinkKind | None) -> LinkSummary:
+def _summary(where: str, links: Sequence[Mapping[str, Any]], kind: LinkKind | None, medium: str = "MPI") -> LinkSummary:
     alone = [link for link in links if "gb_s" in link]
     together = [link["together_gb_s"] for link in links if "together_gb_s" in link]
     slowest = min(alone, key=slower_gb_s)
     return LinkSummary(
         where,
-        "MPI",
+        medium,
         len(alone),
         statistics.median(link["us"] for link in alone),
         statistics.median(map(slower_gb_s, alone)),

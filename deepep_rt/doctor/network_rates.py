@@ -1,6 +1,7 @@
 """Measure latency and bandwidth between ranks over MPI, from host memory (`doctor --network`).
 
-The relay of `NetworkOptions(transport="mpi")` gets these rates. Between GPUs, Buffers measure what their kernels reach.
+The relay of `NetworkOptions(transport="mpi")` gets these rates. With `transport="nixl"`, relays over NIXL measure theirs. Between GPUs,
+Buffers measure what their kernels reach.
 `runner` calls `measure` in the child process that starts MPI, because MPI or a network may hang.
 """
 
@@ -30,6 +31,7 @@ _SECONDS = 0.1  # of one measured rate, about
 _MOST_WINDOWS = 64
 _PAUSE_S = 1e-3  # ranks without a part poll slowly, because spinning would take the processors of the others
 _TAG = 77
+_RELAY_TIMEOUT_S = 30.0
 
 Pair = tuple[int, int]
 
@@ -45,12 +47,13 @@ def measure(
     """Measure between neighbours within nodes, and between the same ranks of neighbouring nodes. Collective.
 
     `nodes` has the ranks of each node. `announce` is called with the part that begins, so that a part that hangs can be named. With
-    `with_gpus`, Buffers measure between the GPUs too. `transport` is the one between GPUs of different nodes.
+    `with_gpus`, Buffers measure between the GPUs too. `transport` is the one between different nodes.
 
     Returns:
         `links`: a dictionary for each pair of ranks, with `where` ("near" or "far"), `ranks`, `us` (a small message one way), `gb_s` and
         `back_gb_s` (large messages in each direction, while other ranks rest) and `together_gb_s` (one direction, while all pairs send both
-        ways). `gpus`: rates between GPUs, or `reason` why there are none.
+        ways). With NIXL `relay`: what relays over it reach, as `measure_relays` returns it. `gpus`: rates between GPUs, or `reason` why
+        there are none.
     """
     links: dict[Pair, dict[str, Any]] = {}
     for where, first, every in (("near", *_near_pairs(nodes)), ("far", *_far_pairs(nodes))):
@@ -63,6 +66,8 @@ def measure(
             for pair, rates in _round(comm, pairs, _together):
                 links.setdefault(pair, {"where": where, "ranks": list(pair)}).update(rates)
     found: dict[str, Any] = {"nodes": [list(node) for node in nodes], "links": list(links.values())}
+    if transport == "nixl" and len(nodes) > 1:
+        found["relay"] = measure_relays(comm, nodes, announce)
     if with_gpus:
         announce("between the GPUs")
         found["gpus"] = measure_gpus(comm, nodes, transport)
@@ -198,6 +203,38 @@ def _rate(comm: Intracomm, peer: int, decides: bool, window: Callable[[np.ndarra
 def _wait(requests: Sequence[Any]) -> None:
     for request in requests:
         request.Wait()
+
+
+# --- over NIXL --------------------------------------------------------------------------------------------------------------------
+
+
+def measure_relays(comm: Intracomm, nodes: Sequence[Sequence[int]], announce: Callable[[str], None]) -> dict[str, Any]:
+    """Measure between the first ranks of neighbouring nodes with relays over NIXL. Collective.
+
+    Returns:
+        `links`: a dictionary for each pair, with `ranks`, `us`, `gb_s` and `back_gb_s`. Instead `reason`: why there is no relay.
+    """
+    from ..comm.mpi import MpiCommunicator
+    from .relay_rates import relay_rates
+
+    links, rank = [], comm.Get_rank()
+    for pairs in _rounds(_far_pairs(nodes)[0]):
+        announce(f"relays over NIXL, {_names(pairs)}")
+        mine = next((pair for pair in pairs if rank in pair), None)
+        ranks: Any = comm.Split(pairs.index(mine) if mine else len(pairs), mine.index(rank) if mine else rank)
+        found: dict[str, Any] = {}
+        if mine:
+            try:
+                found = {"ranks": list(mine), **relay_rates(MpiCommunicator(ranks), "nixl", _RELAY_TIMEOUT_S)}
+            except EPError as error:
+                found = {"reason": f"rank {rank}: {error}"}
+        for source, answer in enumerate(comm.allgather(found)):
+            if "reason" in answer:
+                return answer
+            if answer and answer["ranks"][0] == source:
+                links.append(answer)
+        ranks.Free()
+    return {"links": links}
 
 
 # --- between GPUs ------------------------------------------------------------------------------------------------------------------

@@ -77,6 +77,8 @@ def _measurement(job: JobReport) -> Iterator[Finding]:
         yield Finding.of("network-stuck", "error", failure)
     if reason := (measured.get("gpus") or {}).get("reason"):
         yield Finding.of("gpus-not-measured", "warning", reason)
+    if reason := (measured.get("relay") or {}).get("reason"):
+        yield Finding.of("relay-not-measured", "warning", reason)
 
 
 def _slow_network(job: JobReport) -> Iterator[Finding]:

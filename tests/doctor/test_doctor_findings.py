@@ -194,6 +194,7 @@ CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] =
      "host0 has 10.0.0.0/24; host1 has 10.9.0.0/16"),
     ("network-stuck", "error", dict(ranks=16, network={"failure": "did not end within 180 s, in this part: far, rank 0 with rank 8"}),
      combined(), "rank 0 with rank 8"),
+    ("relay-not-measured", "warning", dict(ranks=16, network=measured(relay={"reason": "rank 3: no agent"})), combined(), "no agent"),
     ("gpus-not-measured", "warning", dict(ranks=16, network=measured(gpus={"reason": "rank 3: no memory"})), combined(),
      "rank 3: no memory"),
     ("slow-network", "warning", dict(ranks=16, network=measured(link("far", 0, 8, 2.0))), combined(),

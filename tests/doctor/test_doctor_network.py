@@ -186,6 +186,15 @@ def test_declared_nodes_of_one_host_are_linked_by_its_memory() -> None:
     assert (found.num_pairs, found.gb_s, found.slowest) == (2, 4.0, ((0, 4), 3.0))
 
 
+def test_rates_of_relays_over_nixl() -> None:
+    """Nothing says what they should reach, so they are not judged."""
+    links = [{"ranks": [0, 8], "us": 30.0, "gb_s": 1.5, "back_gb_s": 1.2}]
+    job = machine(16, network=measured(relay={"links": links}))
+    (found,) = network_facts.link_summaries(job)
+    assert (found.where, found.medium, found.us, found.gb_s, found.kind) == ("far", "a relay over NIXL", 30.0, 1.2, None)
+    assert findings(job) == []
+
+
 def test_rates_between_gpus_of_different_nodes() -> None:
     gpus = {"near": {"0": 330.0, "1": 331.0}, "far": {"gb_s": 44.0, "transport": "nvshmem", "near_us": 2.0, "us": 9.0}}
     near, far = network_facts.link_summaries(machine(16, network=measured(gpus=gpus)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deepep_rt.comm.convert import communicator_of
-from deepep_rt.comm.relay import Relay
+from deepep_rt.doctor.relay_rates import HostPuts
 from deepep_rt.kernels import structs
 
 DESCRIPTOR = structs.Descriptor.dtype({})
@@ -20,49 +20,12 @@ TRANSPORT = os.environ.get("RELAY_TRANSPORT", "mpi")
 """What carries the puts of relays."""
 
 
-class RelayRank:
-    """The host memory of one rank, and its relay.
+class RelayRank(HostPuts):
+    """The host memory of one rank, and its relay. `settings`: more arguments of `HostPuts`."""
 
-    Args:
-        comm: The ranks.
-        num_bytes: The size of the memory.
-        depth: The entries of the ring.
-        first_put: The number of the first put.
-        settings: More arguments of the relay.
-    """
-
-    def __init__(self, comm: Any, num_bytes: int, depth: int = 64, first_put: int = 0, **settings: Any) -> None:
-        self.memory, self.ring = np.zeros(num_bytes, np.uint8), np.zeros(depth, DESCRIPTOR)
-        self.words = self.memory.view(np.uint64)
-        self.num_puts = first_put
-        for put in range(max(0, first_put - depth), first_put):
-            self.ring[put % depth]["sequence"] = (put + 1) % 2**32  # as the puts before left it
-        self.relay = Relay(
-            communicator_of(comm),
-            self.memory.ctypes.data,
-            num_bytes,
-            FIRST,
-            self.ring.ctypes.data,
-            depth,
-            DESCRIPTOR,
-            **{"timeout_s": 20.0, "first_put": first_put, "node_size": 1, "transport": TRANSPORT, **settings},
-        )
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the relay has read the put that has the next entry of the ring."""
-        return self.num_puts - self.relay._ring.num_taken < len(self.ring)
-
-    def put(self, rank: int, to: int, start: int, num_bytes: int, word: int, value: int, is_awaited: bool = False) -> None:
-        """Put bytes of this rank's memory, as a kernel does. `to`, `start` and `word` count from the start of the mirrored memory."""
-        assert self.has_room
-        entry = self.ring[self.num_puts % len(self.ring)]
-        entry["from"], entry["to"], entry["word"] = FIRST + start, FIRST + to, FIRST + word
-        entry["value"], entry["num_bytes"], entry["rank"], entry["is_awaited"] = value, num_bytes, rank, is_awaited
-        if is_awaited:
-            entry["sent"] = self.num_puts % 2**32  # the sequence before: an older value could be equal
-        self.num_puts += 1
-        entry["sequence"] = self.num_puts % 2**32
+    def __init__(self, comm: Any, num_bytes: int, depth: int = 64, **settings: Any) -> None:
+        given = {"timeout_s": 20.0, "node_size": 1, "transport": TRANSPORT, **settings}
+        super().__init__(communicator_of(comm), num_bytes, depth, FIRST, **given)
 
     def wait_until_sent(self, limit_s: float = 20.0) -> None:
         """Wait until the bytes of the last put, which is awaited, may change."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mpi4py import MPI
 from spmd import main
 
-from deepep_rt.doctor.network_rates import measure
+from deepep_rt.comm.nixl_traffic import nixl_objection
+from deepep_rt.doctor.network_rates import measure, measure_relays
 
 
 def check_pairs_and_rates(comm: MPI.Intracomm) -> None:
@@ -27,6 +28,28 @@ def check_pairs_and_rates(comm: MPI.Intracomm) -> None:
         "far, rank 0 with rank 2",
         "far, all pairs at once",
     ]
+
+
+def check_relays_over_nixl(comm: MPI.Intracomm) -> None:
+    """Between three nodes of a rank. Without NIXL, all ranks know why there are no rates."""
+    ranks = comm.Split(comm.Get_rank() == 3)
+    if comm.Get_rank() == 3:
+        return
+    parts: list[str] = []
+    found = measure_relays(ranks, [[0], [1], [2]], parts.append)
+    assert ranks.allgather(found) == [found] * 3
+    if nixl_objection():
+        assert "cannot make an agent of NIXL: " in found["reason"]
+        return
+    assert [link["ranks"] for link in found["links"]] == [[0, 1], [1, 2], [2, 0]]
+    assert all(link[rate] > 0 for link in found["links"] for rate in ("us", "gb_s", "back_gb_s"))
+    assert parts == [
+        "relays over NIXL, rank 0 with rank 1",
+        "relays over NIXL, rank 1 with rank 2",
+        "relays over NIXL, rank 2 with rank 0",
+    ]
+    if comm.Get_rank() == 0:
+        print(f"relays over NIXL: {found['links'][0]}", flush=True)
 
 
 if __name__ == "__main__":
