@@ -58,8 +58,8 @@ def test_calls_wake_the_relay(fake: FakeGpu, make: Any, monkeypatch: pytest.Monk
     woken: list[str] = []
 
     class Relay:
-        def __init__(self, *_: object, node_size: int) -> None:
-            assert node_size == RELAY["ranks_per_node"]
+        def __init__(self, *_: object, node_size: int, transport: str) -> None:
+            assert (node_size, transport) == (RELAY["ranks_per_node"], "mpi")
 
         def check(self) -> None: ...
         def close(self) -> bool:
