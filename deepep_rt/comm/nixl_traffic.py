@@ -111,6 +111,7 @@ class NixlTraffic(RelayTraffic):
         self._idle: dict[tuple[int, int, int, int], list[Any]] = {}  # transfers that run no more, by their places
         self._num_made = 0
         self._running: list[_Transfer] = []
+        self._done: list[_Transfer] = []  # whose ends this rank has not noted
         self._lost: dict[int, str] = {}  # why, by rank
         self._unconfirmed = set(peers.ranks)
         self._linger_until: float | None = None
@@ -158,10 +159,8 @@ class NixlTraffic(RelayTraffic):
         idle = self._idle.get(places)
         handle = idle.pop() if idle else self._call(box.rank, lambda name: self._transfer(name, places))
         state = self._call(box.rank, lambda name: self._agent.transfer(handle, message))
-        if state == "DONE":
-            self._end(_Transfer(handle, places, sent))
-        elif state is not None:
-            self._running.append(_Transfer(handle, places, sent))
+        if state is not None:  # a call of `sent` starts further puts, so `move` makes it
+            (self._done if state == "DONE" else self._running).append(_Transfer(handle, places, sent))
 
     def _transfer(self, name: Any, places: tuple[int, int, int, int]) -> Any:
         rank, from_, to, num_bytes = places
@@ -173,10 +172,6 @@ class NixlTraffic(RelayTraffic):
         here = describe([(self._mirror.address + from_ - first, num_bytes, 0)], "DRAM")
         there = describe([(self._addresses[rank].first_byte + to - first, num_bytes, 0)], "DRAM")
         return self._agent.initialize_xfer("WRITE", here, there, name)
-
-    def _end(self, transfer: _Transfer) -> None:
-        self._idle.setdefault(transfer.places, []).append(transfer.handle)
-        transfer.sent()
 
     def _release_idle(self) -> None:
         for handles in self._idle.values():
@@ -199,9 +194,14 @@ class NixlTraffic(RelayTraffic):
             self._running.remove(transfer)
             moved = True
             if state == "DONE":
-                self._end(transfer)
+                self._done.append(transfer)
             elif state is not None:
                 self._lost[transfer.places[0]] = f"a transfer ended with {state}"
+        done, self._done = self._done, []
+        for transfer in done:
+            moved = True
+            self._idle.setdefault(transfer.places, []).append(transfer.handle)
+            transfer.sent()
         for messages in self._agent.get_new_notifs().values():
             for message in messages:
                 moved = True
@@ -230,7 +230,7 @@ class NixlTraffic(RelayTraffic):
         if self._linger_until is None and self.all_received:
             self._linger_until = now + _LINGER_S
         waits = self._linger_until is None or now < self._linger_until
-        return bool(self._running) or (waits and not self._all_confirmed)
+        return self.num_outgoing > 0 or (waits and not self._all_confirmed)
 
     @property
     def _all_confirmed(self) -> bool:
@@ -242,7 +242,7 @@ class NixlTraffic(RelayTraffic):
 
     @property
     def num_outgoing(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._done)
 
     # --- the end -----------------------------------------------------------------------------------------------------------------
 
