@@ -67,7 +67,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
     """The number of largest dispatch results that fit a new Buffer at once. If a program holds more, the Buffer copies them."""
     network: NetworkOptions | None = None
     """How new Buffers reach ranks of other nodes, such as `NetworkOptions(transport="mpi")`. None: with IBGDA between hosts, if every
-    host has a NIC that NVSHMEM can use, and otherwise over MPI."""
+    host has a NIC that NVSHMEM can use, and otherwise over MPI or NIXL."""
     _hinted: tuple[int, tuple[int, int, int, int]] = 0, (0, 0, 0, 0)  # ranks; tokens, hidden, top-k and experts
 
     @knows_other_versions
