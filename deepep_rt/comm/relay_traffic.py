@@ -1,7 +1,8 @@
 """The messages of a relay.
 
 Small puts travel in records: a message holds many of them, with their bytes. Heartbeats, the end of a relay and its failure are messages of
-other kinds. The bytes of a large put travel apart, straight into the place where they belong. `mpi_traffic` sends all this over MPI.
+other kinds. The bytes of a large put travel apart, straight into the place where they belong. `mpi_traffic` and `nixl_traffic` send
+all this.
 """
 
 from __future__ import annotations
