@@ -217,7 +217,7 @@ class Job:
         self._keep = TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
         self.living: dict[int, Child] = {}
 
-    def begin(self, rank: int, connected: list[int], prefix: str = "first", timeout_ms: int = 10_000) -> Child:
+    def begin(self, rank: int, connected: list[int], prefix: str = "first", timeout_ms: int = 20_000) -> Child:
         self.living[rank] = child = self._idle.pop()
         tell({rank: child}, "begin", rank=rank, port=self.port, prefix=prefix, timeout_ms=timeout_ms)
         tell({rank: child}, "connect", ranks=connected)
