@@ -38,19 +38,15 @@ def rank_of(rank: int, ranks: int, how: str, port: int, pipe: Connection) -> Non
     client = StoreClient("127.0.0.1", port)
     comm = StoreCommunicator(client, "all", rank, ranks)
     settings = {"transport": "nixl", "timeout_s": TIMEOUT_S}
-    if how == "no-network":
-        os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo" if rank == ranks - 1 else another_network()}
-        with raises(
-            EPUnavailableError, f"transport='nixl', but rank 0 on node 0 does not reach the agent of rank {ranks - 1} on node "
-        ):
-            RelayRank(comm, 64, **settings)
-        pipe.send(("done", 0.0, ""))
-        return
-    if how == "no-agent":
-        os.environ |= {"UCX_TLS": "self"} if rank == ranks - 1 else {}
-        with raises(
-            EPUnavailableError, f"transport='nixl', but rank {ranks - 1} on node {ranks - 1} cannot make an agent of NIXL: "
-        ):
+    if how in ("no-agent", "no-network"):
+        is_last, last = rank == ranks - 1, f"rank {ranks - 1} on node {ranks - 1}"
+        if how == "no-network":
+            os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo" if is_last else another_network()}
+        elif is_last:
+            os.environ["UCX_TLS"] = "self"
+        no_agent, no_network = f"{last} cannot make an agent of NIXL: ", f"rank 0 on node 0 does not reach the agent of {last}: "
+        expected = no_agent if how == "no-agent" else no_network
+        with raises(EPUnavailableError, f"transport='nixl', but {expected}"):
             RelayRank(comm, 64, **settings)
         pipe.send(("done", 0.0, ""))
         return
