@@ -1244,8 +1244,8 @@ class Buffer(SharedByCopies):
 
         Args:
             lost: Ranks to leave out. Ranks whose processes have ended, that are masked, or that were silent for `timeout_s` are left out
-                in any case. A rank that calls this for itself leaves: its Buffer sleeps, without results. `wake` then asks the others to
-                take it in again with `admit`. Its graphs stay.
+                in any case. A rank that calls this for itself leaves: its Buffer sleeps, and the host keeps its results. `wake` then asks
+                the others to take it in again with `admit`. Its graphs stay.
 
         Returns:
             The members from now on.

@@ -100,6 +100,10 @@ class SavedMemory:
 
     def __init__(self, parts: Iterable[tuple[int, int]]) -> None:
         self._parts: list[tuple[int, np.ndarray]] = []
+        self.add(parts)
+
+    def add(self, parts: Iterable[tuple[int, int]]) -> None:
+        """Copy more parts."""
         for address, num_bytes in parts:
             try:
                 copy = np.empty(num_bytes, np.uint8)

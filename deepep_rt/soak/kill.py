@@ -33,7 +33,7 @@ CHANGES = ("kill", "stop", "leave", "wake", "join")
 CALLS = ("shrink", "admit", "join", "wake")
 """Calls that change the members, in the order of the report."""
 
-_SPARE = 1  # processes that wait to join
+_SPARES = {"host": 1, "cuda": 3}  # processes that wait to join: with more of them, joins wait less for their start
 _LONGEST_PAUSE_S = 0.2  # between two changes
 _GRACE_S, _COMPILING_S = 60.0, 900.0  # added to the time-outs of the library
 _MOST_LEFT = 4  # descriptors and threads that a member may have more than when it had the same members first
@@ -165,7 +165,7 @@ class _Run:
     def _start(self) -> None:
         asked = self.asked
         self.living = {rank: self._process(rank) for rank in range(asked.num_ranks)}
-        self.spare = [self._process() for _ in range(_SPARE)]
+        self.spare = [self._process() for _ in range(_SPARES[self.backend])]
         self._await_rounds(f"the Buffer and a whole round with {asked.num_ranks} ranks")
 
     def _process(self, rank: int = -1) -> Process:

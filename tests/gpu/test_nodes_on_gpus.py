@@ -1,4 +1,4 @@
-"""Throughput calls over declared nodes on GPUs, against the host backend with the same nodes, bit for bit: both paths, both transports."""
+"""Throughput calls over declared nodes on GPUs, against the host backend with the same nodes, bit for bit: both paths, all transports."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from gpu_throughput import check_graph, check_known_routing_and_fixed_size, chec
 from mpi4py import MPI  # noqa: E402
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError, NetworkOptions  # noqa: E402
+from deepep_rt.comm.nixl_traffic import nixl_objection  # noqa: E402
 
 NUM_SMS = min(16, 128 // MPI.COMM_WORLD.Get_size())  # the blocks of all ranks run at once on one GPU
 
@@ -35,7 +36,7 @@ def topology(request):
     return request.param
 
 
-@pytest.fixture(params=["nvshmem", "mpi"])
+@pytest.fixture(params=["nvshmem", "mpi", *([] if nixl_objection() else ["nixl"])])
 def settings(request, topology):
     node, path = topology
     return dict(ranks_per_node=node, path=path, network=NetworkOptions(transport=request.param), num_sms=NUM_SMS)

@@ -1,6 +1,7 @@
 """A Buffer grows from 2 to 4 and 8 ranks, each a process. `admit` takes all that wait, and every result is compared with the oracle.
 
-Usage: growth.py [--seed N] [--rounds N]. It needs no MPI. Its processes are copies of the first one, which has loaded the libraries.
+Usage: growth.py [--seed N] [--rounds N] [--backend host|cuda]. It needs no MPI. Its processes are copies of the first one, which has loaded
+the libraries. On GPUs, several of the eight ranks may share one: set DEEPEP_RT_SHARE_GPUS=1.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from deepep_rt.comm.store_server import StoreServer
 SLOTS, LOCAL, TOKENS, SIZES = 8, 2, 12, (2, 4, 8)
 LAYOUTS = ("token", "expert", "low_latency")
 SETTINGS: dict[str, Any] = dict(num_max_tokens_per_rank=TOKENS, hidden=256, num_topk=3, num_experts=SLOTS * LOCAL)
-SETTINGS |= dict(dtype="bfloat16", low_latency=True, backend="host", max_ranks=SLOTS, timeout_s=seconds(30))
+SETTINGS |= dict(dtype="bfloat16", low_latency=True, max_ranks=SLOTS, timeout_s=seconds(30))
 
 
 class Choices:
@@ -78,9 +79,9 @@ def tell_of_applications(pipe: Connection) -> None:
     Membership._ask = told
 
 
-def rank_main(rank: int | None, address: str, pipe: Connection) -> None:
+def rank_main(rank: int | None, address: str, backend: str, pipe: Connection) -> None:
     try:
-        settings = {**SETTINGS, "rendezvous": f"{address}/growth"}
+        settings = {**SETTINGS, "backend": backend, "rendezvous": f"{address}/growth"}
         if rank is None:
             pipe.recv()
             tell_of_applications(pipe)
@@ -103,13 +104,13 @@ def rank_main(rank: int | None, address: str, pipe: Connection) -> None:
         raise
 
 
-def main(seed: int, rounds: int) -> None:
+def main(seed: int, rounds: int, backend: str) -> None:
     server, processes = StoreServer(), []
     pipes: list[Connection] = []
     for number in range(SLOTS):
         mine, theirs = mp.get_context("fork").Pipe()
         rank = number if number < SIZES[0] else None
-        processes.append(mp.get_context("fork").Process(target=rank_main, args=(rank, server.address, theirs)))
+        processes.append(mp.get_context("fork").Process(target=rank_main, args=(rank, server.address, backend, theirs)))
         processes[-1].start()
         pipes.append(mine)
     server.serve_in_thread()  # after the copies were made, which must have no threads
@@ -154,5 +155,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--backend", choices=("host", "cuda"), default="host")
     given = parser.parse_args()
-    main(given.seed, given.rounds)
+    main(given.seed, given.rounds, given.backend)

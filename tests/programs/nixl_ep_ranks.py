@@ -1,6 +1,6 @@
 """Ranks of nixl_ep's Buffer that come and go. A parent forks processes, tells them what to do, and kills one in the middle of its calls.
 
-Usage: nixl_ep_ranks.py comes_and_goes|losses. It needs no MPI.
+Usage: nixl_ep_ranks.py comes_and_goes|losses [cpu|cuda]. It needs no MPI.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ sys.path.insert(0, _shim.shim_path())
 import nixl_ep
 
 SLOTS, LOCAL, TOKENS, HIDDEN, TOPK = 4, 2, 8, 512, 3
+DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
 
 
 class Child:
@@ -73,6 +74,9 @@ def serve(lines: Any, connection: socket.socket) -> None:
 class Rank:
     def __init__(self, rank: int, port: int, prefix: str, timeout_ms: int) -> None:
         torch.set_num_threads(1)
+        if DEVICE == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.set_default_device(DEVICE)
         self.rank, self.port, self.num_calls = rank, port, 0
         self.buffer = nixl_ep.Buffer(rank=rank, tcp_store_group=self.store(prefix), timeout_ms=timeout_ms)
         num_bytes = nixl_ep.Buffer.get_rdma_size_hint(TOKENS, HIDDEN, SLOTS, SLOTS * LOCAL)
@@ -161,7 +165,8 @@ class Rank:
         present = torch.isin(torch.div(idx, LOCAL, rounding_mode="floor"), torch.tensor(members)) & (idx >= 0)
         expected = x.float() * (weights * present).sum(1, keepdim=True)
         assert combined is out
-        torch.testing.assert_close(out.float(), expected, atol=0, rtol=0)
+        # Not torch.testing.assert_close: its first call imports 500 modules, and the peers of a new process wait for that.
+        assert torch.equal(out.float(), expected), (members, step, how)
 
     def call(self) -> list[int]:
         """Make a dispatch and a combine of random rows. Return the masks."""
@@ -193,12 +198,13 @@ class Rank:
 
 def inputs(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the arguments of a rank. Sums of its rows are exact."""
-    generator = torch.Generator().manual_seed(100 * rank + step)
+    generator, cpu = torch.Generator().manual_seed(100 * rank + step), dict(device="cpu")
     tokens = 1 + (rank + step) % TOKENS
-    x = torch.randint(-2, 3, (tokens, 1), generator=generator).expand(-1, HIDDEN).bfloat16().contiguous()
-    idx = torch.rand((tokens, SLOTS * LOCAL), generator=generator).topk(TOPK)[1]
-    idx[torch.rand((tokens, TOPK), generator=generator) < 0.1] = -1
-    return x, idx, 2.0 ** torch.randint(-1, 2, (tokens, TOPK), generator=generator)
+    x = torch.randint(-2, 3, (tokens, 1), generator=generator, **cpu).expand(-1, HIDDEN).bfloat16().contiguous()
+    idx = torch.rand((tokens, SLOTS * LOCAL), generator=generator, **cpu).topk(TOPK)[1]
+    idx[torch.rand((tokens, TOPK), generator=generator, **cpu) < 0.1] = -1
+    weights = 2.0 ** torch.randint(-1, 2, (tokens, TOPK), generator=generator, **cpu)
+    return x.to(DEVICE), idx.to(DEVICE), weights.to(DEVICE)
 
 
 def tell(children: dict[int, Child], command: str, **arguments: Any) -> list[Any]:

@@ -350,12 +350,14 @@ class CudaBackend:
         return self._monitor.lost_ranks(self.masked_ranks())
 
     def leave_members(self) -> None:
-        """Give the memory back, without the other members; see `Buffer.shrink`. Results are lost."""
+        """Give the memory back, without the other members; see `Buffer.shrink`. The host keeps results."""
         memory, heap = self._memory_that_sleeps()
         with self.context:
             self.runtime.order.check_not_captured("shrink()")
             self._end_calls(aborts=False)
             self.low_latency.hooks.drop_all()
+            self._save_own_results(memory)
+            self._saved.add(self.runtime.in_use(with_results=True))
             memory.sleep()
             heap.sleep()
             self.runtime.stream_pool.trim()
@@ -368,15 +370,14 @@ class CudaBackend:
             runtime.order.check_not_captured("a change of the members")
             self._end_calls(aborts)
             self.low_latency.begin_generation()
-            kept = SavedMemory(self.throughput.results.in_use()) if memory.is_mapped else self._saved
-            self._saved = kept  # another attempt finds it
+            self._save_own_results(memory)
             if runtime.local_heap is not None and not runtime.local_heap.is_mapped:  # this process comes back
                 runtime.local_heap.wake()
             memory.replace(comm, self._config.timeout_s)
             runtime.begin_generation(comm.numbers, generation)
             if self._config.low_latency:
                 self.low_latency.clear_inboxes()
-            kept.restore()
+            self._saved.restore()
             agreed(comm, functools.partial(driver.synchronize, 0))  # peers write only after all members are ready
             self._saved = self._saved_flags = SavedMemory(())
         generations[0] += 1
@@ -386,6 +387,11 @@ class CudaBackend:
         self._monitor.begin_generation(notice)
         self.call_lock.notice = notice
         self._listen()
+
+    def _save_own_results(self, memory: VirtualMemory) -> None:
+        """Copy the results in symmetric memory to the host. A change that has failed before has done it, if there is no memory now."""
+        if memory.is_mapped:
+            self._saved = SavedMemory(self.throughput.results.in_use())
 
     def _end_calls(self, aborts: bool) -> None:
         """Wait for all work of this GPU. Kernels that still wait for a rank after `timeout_s`, or at once with `aborts`, give up."""

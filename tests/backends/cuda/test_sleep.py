@@ -13,6 +13,7 @@ from fake_gpu import FakeGpu, arguments, fake, make, routed
 
 from deepep_rt import EPAsleepError, EPInputError, EPOutOfMemoryError, EPUnavailableError
 from deepep_rt.backends.cuda import runtime
+from deepep_rt.buffer import backend_of
 from deepep_rt.cuda import driver
 
 __all__ = ["fake", "make"]
@@ -24,6 +25,7 @@ def steps(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> list[str
 
     class LocalHeap:
         allocate, wake_error = staticmethod(fake.allocate), None
+        is_mapped = True
 
         def sleep(self) -> None:
             fake.requests.append("local sleeps")
@@ -42,6 +44,10 @@ def steps(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> list[str
     monkeypatch.setattr(memory, "heap", property(lambda self: self))
     monkeypatch.setattr(memory, "can_grow", False, raising=False)
     monkeypatch.setattr(memory, "sleep", lambda self: fake.requests.append("memory sleeps"), raising=False)
+    monkeypatch.setattr(memory, "is_mapped", True, raising=False)
+    monkeypatch.setattr(
+        memory, "replace", lambda self, comm, timeout_s: fake.requests.append("memory is replaced"), raising=False
+    )
     monkeypatch.setattr(memory, "wake", lambda self, comm, timeout_s: fake.requests.append("memory wakes"), raising=False)
     monkeypatch.setattr(driver, "synchronize_all", lambda: fake.requests.append("synchronize_all"))
     monkeypatch.setattr(memory, "local_heap", LocalHeap, raising=False)
@@ -73,6 +79,27 @@ def test_work_ends_before_memory_goes(steps: list[str], fake: FakeGpu, make: Any
     steps.clear()
     buffer.destroy()
     assert "local is freed" in steps
+
+
+def test_a_rank_that_leaves_keeps_its_results(steps: list[str], fake: FakeGpu, make: Any) -> None:
+    """`shrink` for itself gives the memory back. Results and the tables of captured graphs come back with the next members."""
+    buffer = make(low_latency=True)
+    fake.on_launch = routed(buffer, 20, [1] * 8)
+    sent = buffer.dispatch(*arguments(fake))
+    backend, memory = backend_of(buffer), fake.allocator.allocate
+    steps.clear()
+    fake.copies.clear()
+    backend.leave_members()
+    saved = {source: source + num_bytes for _, source, num_bytes in fake.copies}
+    assert sent.handle.routing.ptr in saved
+    assert any(begin <= sent.recv_x.ptr < end for begin, end in saved.items())
+    assert steps.index("end_of_work") < steps.index("copy_async") < steps.index("memory sleeps")
+    memory.is_mapped, memory.local_heap.is_mapped = False, False
+    steps.clear()
+    fake.copies.clear()
+    backend.change_members(backend.comm, backend.runtime.monitor.failure_notice, 2, aborts=False)
+    assert steps.index("local wakes") < steps.index("memory is replaced")
+    assert saved.keys() <= {to for to, _, _ in fake.copies}
 
 
 def test_it_sleeps_on_without_memory(steps: list[str], fake: FakeGpu, make: Any) -> None:
