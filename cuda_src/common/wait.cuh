@@ -34,17 +34,34 @@ __device__ inline void raise_abort(const Params& p, u32 phase, int peer, u32 exp
   st_release_sys(&report->flag, 1);
 }
 
+constexpr u32 kLostPauseTicks = 20;  // of 1024 ns, between two readings of the host's word about lost ranks
+
 // Buffers with slots (kHasSlots): whether a slot has no process. A kernel sends nothing there, and waits for nothing from there.
 __device__ __forceinline__ bool is_absent(const Params& p, int rank) {
   return kHasSlots && (at<const State>(p.state, 0)->absent >> rank & 1);
 }
 
+// Reads the host's word about lost ranks for all threads, unless another thread has been faster.
+__device__ __forceinline__ void read_lost(const Params& p, u32 tick, u32 before) {
+  State* state = at<State>(p.state, 0);
+  if (exchange_relaxed_gpu(&state->lost_read_at, tick) == before)
+    st_relaxed_sys(&state->lost, ld_relaxed_sys(at<const u32>(p.status_page, kStatusPageLost)));
+}
+
+// Low-latency kernels for sm_80 that mask have no registers left for it. The others have none for a call.
+__device__ __noinline__ void read_lost_out_of_line(const Params& p, u32 tick, u32 before) { read_lost(p, tick, before); }
+
 // A bit for each slot whose end stops a wait for `peer`. Where time-outs mask, that is the peer. Otherwise any loss ends the call, because
 // the peer may have given it up. Their last data may be here all the same, so only waits look at this. The word is in memory of the host,
-// because a thread writes it that may make no call of CUDA: such a call could wait for the kernel that waits here.
-__device__ __forceinline__ u32 lost_for(const Params& p, int peer) {
+// because a thread writes it that may make no call of CUDA: such a call could wait for the kernel that waits here. Thousands of threads
+// wait at once, and the bus to the host carries about ten million readings a second. So one of them reads the word for all, from time to
+// time.
+__device__ __forceinline__ u32 lost_for(const Params& p, int peer, u64 now) {
   if constexpr (!kHasSlots) return 0;
-  const u32 lost = ld_relaxed_sys(at<const u32>(p.status_page, kStatusPageLost));
+  State* state = at<State>(p.state, 0);
+  const u32 tick = now >> 10, before = ld_relaxed_gpu(&state->lost_read_at);  // another SM may be a tick ahead
+  if (tick - before + 4 > kLostPauseTicks) (kIsLowLatency && kMasksOnTimeout ? read_lost_out_of_line : read_lost)(p, tick, before);
+  const u32 lost = ld_relaxed_gpu(&state->lost);
   return kMasksOnTimeout ? lost & 1u << peer : lost;
 }
 
@@ -96,7 +113,7 @@ constexpr bool kWaitsAreSimple = kIsLowLatency && !kMasksOnTimeout && !kCountsWa
 __device__ __noinline__ u64 start_of_wait(const Params& p, u64 start, u32 expected, u32 phase, int peer, u32 seen) {
   if (was_aborted(p)) return 0;
   const u64 now = nanoseconds();
-  const u32 lost = lost_for(p, peer);
+  const u32 lost = lost_for(p, peer, now);
   if (!lost) {
     if (start == 0) return now;
     if (now - start <= p.timeout_ns) return start;
@@ -127,7 +144,7 @@ __device__ inline bool wait_until(const Params& p, u32 expected, u32 phase, int 
     }
     if (ld_relaxed_gpu(stop)) return false;
     const u64 now = nanoseconds();
-    const u32 lost = lost_for(p, peer);
+    const u32 lost = lost_for(p, peer, now);
     if (!lost && (kCountsWaits ? spins == 64 : start == 0)) {
       if (!kCountsWaits) start = now;
       if (kMasksOnTimeout) heartbeat = last_heartbeat(p, peer);

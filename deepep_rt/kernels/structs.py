@@ -129,6 +129,8 @@ State = CStruct(
     u32 generation;        // its number
     u32 members;           // with slots: the ranks that have a process, ascending, 4 bits for each. The rest is ~0
     u32 members_reciprocal;  // 2^31 / their number, rounded up
+    u32 lost_read_at;      // with slots: when a thread that waits has last read the status page's word about lost ranks, in 1024 ns
+    u32 lost;              // what it read
     """,
 )
 

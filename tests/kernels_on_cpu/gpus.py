@@ -65,7 +65,7 @@ class Gpus:
         self._lib = compiler.runtime()
         self._lib.gpu_error.restype = self._lib.gpu_describe.restype = ctypes.c_char_p
         self._lib.gpu_allocate.restype = ctypes.c_void_p
-        self._lib.gpu_put_bytes.restype = ctypes.c_uint64
+        self._lib.gpu_put_bytes.restype = self._lib.gpu_watched.restype = ctypes.c_uint64
         self._lib.gpu_reset(ctypes.c_uint64(seed), num_gpus, weak_memory)
         for gpu in range(num_gpus) if num_sms is not None else ():
             self._lib.gpu_set_sms(gpu, num_sms)
@@ -110,6 +110,15 @@ class Gpus:
     def own(self, gpu: int, ptr: int, num_bytes: int) -> None:
         """Tell the scheduler that memory belongs to a GPU. Others may reach it at other addresses too."""
         self._lib.gpu_share(gpu, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
+
+    def watch(self, ptr: int) -> None:
+        """Count the loads of kernels from an address from now on."""
+        self._lib.gpu_watch(ctypes.c_void_p(ptr))
+
+    @property
+    def watched_loads(self) -> int:
+        """The loads from the address that `watch` has named."""
+        return self._lib.gpu_watched()
 
     def is_busy(self, gpu: int) -> bool:
         """Return whether work is queued on a GPU."""

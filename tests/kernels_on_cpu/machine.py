@@ -206,6 +206,15 @@ class Machine(AbstractContextManager):
         """The time of the simulated GPUs, which passes only while all threads wait."""
         return self._gpus.clock_s
 
+    def watch(self, ptr: int) -> None:
+        """Count the loads of kernels from an address from now on."""
+        self._gpus.watch(ptr)
+
+    @property
+    def watched_loads(self) -> int:
+        """The loads from the address that `watch` has named."""
+        return self._gpus.watched_loads
+
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[int, KernelLaunch]]]:
         """Record the launches in this block, which run too, as a captured graph has them."""

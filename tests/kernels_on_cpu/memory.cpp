@@ -37,6 +37,9 @@ std::vector<Region> regions;
 std::vector<Store> in_flight;                           // in the order of the program
 std::map<void*, std::pair<void*, size_t>> allocations;  // the mapping of each allocation, and its size
 
+const void* watched = nullptr;  // and the loads from there
+uint64_t num_watched = 0;
+
 bool is_remote(const void* p) {
   if (!is_weak || !running) return false;
   for (const Region& r : regions) {
@@ -152,6 +155,7 @@ void deliver_stores_of(const void* grid) {
 
 void read(const void* from, void* to, size_t num_bytes) {
   step(false);
+  num_watched += from == watched;
   note_shared_access(from, num_bytes, false);
   see_own_stores(from, num_bytes);
   memcpy(to, from, num_bytes);
@@ -200,6 +204,10 @@ void gpu_free(void* memory) {
 
 // Marks symmetric memory of a GPU, or pinned memory (gpu -1). If memory is weak, stores of other GPUs arrive there late.
 void gpu_share(int gpu, char* memory, size_t num_bytes) { regions.push_back({memory, memory + num_bytes, gpu}); }
+
+// Counts the loads of kernels from an address from now on.
+void gpu_watch(const void* address) { watched = address, num_watched = 0; }
+uint64_t gpu_watched() { return num_watched; }
 
 // With -fsanitize=thread, the compiler calls these before each load and store.
 void __tsan_init() {}
