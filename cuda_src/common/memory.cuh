@@ -108,6 +108,13 @@ __device__ __forceinline__ u32 add_acq_rel_gpu(u32* p, u32 v) {
   return old;
 }
 
+// Replaces `expected` by `v`, unless another value stands there. Returns the value of before.
+__device__ __forceinline__ u32 compare_exchange_relaxed_gpu(u32* p, u32 expected, u32 v) {
+  u32 old;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(p), "r"(expected), "r"(v) : "memory");
+  return old;
+}
+
 __device__ __forceinline__ u64 max_relaxed_gpu(u64* p, u64 v) {
   u64 old;
   asm volatile("atom.relaxed.gpu.global.max.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");

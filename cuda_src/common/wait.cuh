@@ -34,7 +34,7 @@ __device__ inline void raise_abort(const Params& p, u32 phase, int peer, u32 exp
   st_release_sys(&report->flag, 1);
 }
 
-constexpr u32 kLostPauseTicks = 20;  // of 1024 ns, between two readings of the host's word about lost ranks
+constexpr u32 kLostPauseTicks = 20;  // between two readings of the host's word about lost ranks
 
 // Buffers with slots (kHasSlots): whether a slot has no process. A kernel sends nothing there, and waits for nothing from there.
 __device__ __forceinline__ bool is_absent(const Params& p, int rank) {
@@ -43,9 +43,9 @@ __device__ __forceinline__ bool is_absent(const Params& p, int rank) {
 
 // Reads the host's word about lost ranks for all threads, unless another thread has been faster.
 __device__ __forceinline__ void read_lost(const Params& p, u32 tick, u32 before) {
-  State* state = at<State>(p.state, 0);
-  if (exchange_relaxed_gpu(&state->lost_read_at, tick) == before)
-    st_relaxed_sys(&state->lost, ld_relaxed_sys(at<const u32>(p.status_page, kStatusPageLost)));
+  LostRanks* known = at<LostRanks>(p.state, kLocalLost);
+  if (compare_exchange_relaxed_gpu(&known->read_at, before, tick) == before)
+    st_relaxed_sys(&known->ranks, ld_relaxed_sys(at<const u32>(p.status_page, kStatusPageLost)));
 }
 
 // Low-latency kernels for sm_80 that mask have no registers left for it. The others have none for a call.
@@ -58,10 +58,10 @@ __device__ __noinline__ void read_lost_out_of_line(const Params& p, u32 tick, u3
 // time.
 __device__ __forceinline__ u32 lost_for(const Params& p, int peer, u64 now) {
   if constexpr (!kHasSlots) return 0;
-  State* state = at<State>(p.state, 0);
-  const u32 tick = now >> 10, before = ld_relaxed_gpu(&state->lost_read_at);  // another SM may be a tick ahead
+  const LostRanks* known = at<const LostRanks>(p.state, kLocalLost);
+  const u32 tick = now >> 10, before = ld_relaxed_gpu(&known->read_at);  // another SM may be a tick ahead
   if (tick - before + 4 > kLostPauseTicks) (kIsLowLatency && kMasksOnTimeout ? read_lost_out_of_line : read_lost)(p, tick, before);
-  const u32 lost = ld_relaxed_gpu(&state->lost);
+  const u32 lost = ld_relaxed_gpu(&known->ranks);
   return kMasksOnTimeout ? lost & 1u << peer : lost;
 }
 

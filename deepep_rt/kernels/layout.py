@@ -188,6 +188,7 @@ class Layout:
                 *(self.nodes.local if self.nodes else ()),
                 ("position_progress", 4 * (1 + MAX_POSITION_BLOCKS)),  # of the kernel expert_positions
                 ("position_counts", 8 * MAX_POSITION_BLOCKS * self.config.num_local_experts),
+                ("lost", structs.LostRanks.size({}) if self.config.has_slots else 0),
                 *self._statistics,  # last: without them, all other offsets are the same
             ]
         )

@@ -129,8 +129,14 @@ State = CStruct(
     u32 generation;        // its number
     u32 members;           // with slots: the ranks that have a process, ascending, 4 bits for each. The rest is ~0
     u32 members_reciprocal;  // 2^31 / their number, rounded up
-    u32 lost_read_at;      // with slots: when a thread that waits has last read the status page's word about lost ranks, in 1024 ns
-    u32 lost;              // what it read
+    """,
+)
+
+LostRanks = CStruct(
+    "LostRanks",
+    """
+    u32 read_at;  // when a thread that waits has last read the status page's word about lost ranks, in units of 1024 ns
+    u32 ranks;    // what it read: a bit for each
     """,
 )
 
@@ -319,7 +325,7 @@ CallStatistics = CStruct(
 )
 
 SHARED = (
-    RouteMessage, RouteBlock, RecvWindow, State, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox,
+    RouteMessage, RouteBlock, RecvWindow, State, LostRanks, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox,
     NetworkState, Descriptor, RouteNodesBlock, SourceCounts, FlowCounts, NodeWindow, Hello, ChunkHead, CallStatistics,
 )  # fmt: skip
 

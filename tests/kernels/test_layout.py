@@ -210,7 +210,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
         "waits": 2 * ranks * 8,
         "position_progress": 4 * (1 + MAX_POSITION_BLOCKS),
         "position_counts": MAX_POSITION_BLOCKS * config.num_local_experts * 8,
-        **dict.fromkeys(("statistics", "expert_rows", "longest_waits"), 0),
+        **dict.fromkeys(("lost", "statistics", "expert_rows", "longest_waits"), 0),
     }
     assert layout.counts.sizes == counts
     assert layout.handle.sizes == {

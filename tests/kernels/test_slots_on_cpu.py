@@ -645,7 +645,7 @@ def test_threads_that_wait_seldom_read_memory_of_the_host(mode):
         made.run(0)
         while machine.clock_s < 1 / 4:
             machine.advance(1 << 14)
-        assert 4 < machine.watched_loads < 40  # of 16 steps
+        assert 4 < machine.watched_loads < 100  # in 16 steps; threads with an old time read too
         for rank in (1, 2):
             made.run(rank)
         machine.run()

@@ -87,6 +87,9 @@ inline void atom_relaxed_gpu_global_max_u64(u64& old, u64* p, u64 v) {
 inline void atom_relaxed_gpu_global_exch_b32(u32& old, u32* p, u32 v) {
   old = update(p, v, Order::kRelaxed, [](u32, u32 b) { return b; });
 }
+inline void atom_relaxed_gpu_global_cas_b32(u32& old, u32* p, u32 expected, u32 v) {
+  old = update(p, v, Order::kRelaxed, [expected](u32 a, u32 b) { return a == expected ? b : a; });
+}
 
 // --- threads and barriers -----------------------------------------------------------------------------------------------------------
 
