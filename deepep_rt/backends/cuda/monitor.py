@@ -308,10 +308,14 @@ class Monitor:
         return None
 
     def check_inputs(self) -> None:
-        """At the end of a call, raise what kernels found wrong in its arguments or in those of an earlier call. This call was made."""
+        """At the end of a call, raise what kernels found wrong in its arguments or in those of an earlier call. This call was made.
+
+        After a time-out, kernels find the handle of a dispatch that has not ended. Then the time-out counts.
+        """
         try:
             self._page.check_inputs()
         except (EPInputError, EPOutOfMemoryError) as error:
+            self.check_peers()
             error.call_made = True
             raise
 

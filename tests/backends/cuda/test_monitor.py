@@ -75,6 +75,20 @@ def ranks() -> list[StoreCommunicator]:
     return [StoreCommunicator(store, "test", rank, 3) for rank in range(3)]
 
 
+def test_a_time_out_counts_more_than_what_follows_from_it(ranks: list[StoreCommunicator]) -> None:
+    """A combine reports the handle of a dispatch that a lost rank has ended. Both reports come while the host looks at arguments."""
+
+    class LatePage(Page):
+        def check_inputs(self) -> None:
+            self.peers_error = EPTimeoutError("rank 0 waited", rank=0, peer=1, phase="rows", expected=1, seen=0)
+            raise EPInputError("handle is of generation 31, and the Buffer is in generation 32")
+
+    watching = make(ranks[0], LatePage())
+    for check in (watching.check_inputs, watching.check):
+        with pytest.raises(EPTimeoutError, match="rank 0 waited"):
+            check()
+
+
 def make(comm: StoreCommunicator, page: Any, check_network: Any = None, **settings: Any) -> monitor.Monitor:
     config = Config(3, 8, 64, 2, 12, low_latency=True, ranks_per_node=1, **settings)
     return monitor.Monitor(comm, config, page, 1 << 20, check_network=check_network)
