@@ -1,4 +1,5 @@
-"""Measure Buffers with slots: what absent slots cost, how long changes of the members take, and what a killed rank costs the others.
+"""Measure Buffers with slots: what absent slots cost, how fast the others are without a rank, how long changes of the members take, and
+what a killed rank costs the others.
 
     python bench/elastic.py --ranks 4                  # a rank on each of four GPUs
     python bench/elastic.py --ranks 4 --slots 4,8      # with as many slots as ranks, and with twice as many
@@ -16,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,17 +113,28 @@ class Rank:
             "combine": combine,
             "low-latency dispatch and combine": both,
         }
-        made = {}
-        for name, call in calls.items():
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
+        return {name: self.capture(call) for name, call in calls.items()}, [wide, narrow]
+
+    def capture(self, call: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture a chain of calls, after a first one."""
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(_CHAIN):
                 call()
-            torch.cuda.synchronize()
-            made[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(made[name], stream=stream):
-                for _ in range(_CHAIN):
-                    call()
-        return made, [wide, narrow]
+        return graph
+
+    def time(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Return the microseconds of a call in a chain. Collective over the ranks that make calls, after a barrier."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()  # the ranks meet
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e3 / _CHAIN
 
     def measure_slots(self) -> dict[str, dict[str, float]]:
         """Return microseconds of each call, by kind of Buffer.
@@ -136,14 +148,9 @@ class Rank:
             for repeat in range(_REPEATS + 2):
                 for name, graph in graphs.items():
                     self.comm.Barrier()
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    graph.replay()  # the ranks meet
-                    begin.record()
-                    graph.replay()
-                    end.record()
-                    torch.cuda.synchronize()
+                    us = self.time(graph)
                     if repeat >= 2:
-                        found[kind].setdefault(name, []).append(begin.elapsed_time(end) * 1e3 / _CHAIN)
+                        found[kind].setdefault(name, []).append(us)
             for graph in graphs.values():
                 graph.reset()
             for buffer in buffers:
@@ -156,6 +163,34 @@ class Rank:
             }
             for kind in kinds
         }
+
+    def measure_without_one(self) -> dict[str, float]:
+        """Return the tokens a second that all ranks dispatch and combine, with all of them, and after the last one has left.
+
+        Both are replays of one graph. Choices are among the experts of all slots. Those of the absent one are skipped.
+        """
+        settings, last = self.settings, self.settings.ranks - 1
+        buffer = self.buffer(settings.tokens, settings.ranks)
+        x, idx, weights = self.inputs(settings.tokens, settings.ranks)
+
+        def calls() -> None:
+            sent = buffer.dispatch(x, idx, weights, num_worst_tokens=settings.ranks * settings.tokens)
+            buffer.combine(sent.recv_x, sent.handle)
+
+        graph, rates = self.capture(calls), {}
+        for ranks in (settings.ranks, settings.ranks - 1):
+            if ranks == last:
+                self.comm.Barrier()
+                buffer.shrink([last])
+            times = []
+            for _ in range(_TURNS * _REPEATS):
+                self.comm.Barrier()
+                times.append(self.time(graph) if self.rank < ranks else 0.0)
+            us = statistics.median(map(max, zip(*self.comm.allgather(times), strict=True)))
+            rates[f"{ranks} of {settings.ranks}"] = ranks * settings.tokens / us * 1e6
+        graph.reset()
+        buffer.destroy(in_touch=False)
+        return rates
 
     def measure_changes(self) -> dict[str, list[float]]:
         """Let the last rank leave and come back. Return milliseconds of both changes on the others."""
@@ -219,7 +254,8 @@ def run_rank(arguments: Mapping[str, Any]) -> None:
     if "kill" in arguments:
         rank.store.set(f"result{arguments['kill']}/{rank.rank}", json.dumps(rank.measure_kill(arguments["kill"])))
         return
-    found = {"slots": rank.measure_slots(), "changes": rank.measure_changes()}
+    found: dict[str, Any] = {"slots": rank.measure_slots(), "changes": rank.measure_changes()}
+    found["tokens_per_s"] = rank.measure_without_one() if settings.ranks > 1 else {}
     if rank.rank == 0:
         rank.store.set("result", json.dumps({**found, "machine": torch.cuda.get_device_name()}))
     rank.comm.Barrier()
@@ -269,8 +305,9 @@ def markdown(result: Mapping[str, Any]) -> str:
     """Write the tables."""
     kinds = list(result["slots"])
     calls = [[name, *(f"{result['slots'][kind][name]:.2f}" for kind in kinds)] for name in result["slots"][kinds[0]]]
+    rates = [[name, f"{rate / 1e6:.2f}"] for name, rate in result["tokens_per_s"].items()]
     kills = {name: [kill[name] for kill in result["kills"]] for name in (result["kills"] or [{}])[0]}
-    tables = [markdown_table(["us of a call", *kinds], calls)]
+    tables = [markdown_table(["us of a call", *kinds], calls), markdown_table(["ranks", "million tokens a second"], rates)]
     for title, rows in (("ms of a change", result["changes"]), ("ms after a kill", kills)):
         lines = [[name, f"{statistics.median(ms):.1f}", f"{max(ms):.1f}"] for name, ms in rows.items()]
         tables.append(markdown_table([title, "median", "longest"], lines))

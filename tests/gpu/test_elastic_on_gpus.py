@@ -80,3 +80,17 @@ def test_kills(comm, run, tmp_path):
         document = json.loads(path.read_text())
         assert (document["status"], document["left_behind"]) == ("passed", [])
         assert sum(document["changes"].values()) >= 25
+
+
+def test_slots_cost_no_time(comm, run, tmp_path):
+    """Calls of Buffers with slots take as long as others, whether slots are absent or not."""
+    ranks = min(comm.size, torch.cuda.device_count())
+    if ranks < 2 or os.environ.get("DEEPEP_RT_SHARE_GPUS"):
+        pytest.skip("speed needs a GPU for each of two ranks")
+    path = tmp_path / "result.json"
+    run("bench/elastic.py", "--ranks", ranks, "--slots", f"{ranks},8", "--changes", 1, "--kills", 0, "--json", path)
+    if not comm.rank:
+        slots = json.loads(path.read_text())["slots"]
+        fixed = slots.pop("fixed")
+        slower = {(kind, call): us / fixed[call] for kind, times in slots.items() for call, us in times.items()}
+        assert max(slower.values()) < 1.1, slower
