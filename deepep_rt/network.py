@@ -39,7 +39,7 @@ class NetworkOptions:
     Args:
         transport: "nvshmem": the GPU sends with NVSHMEM, which needs a NIC, or all ranks on one host. "nixl": a thread of the host sends
             with NIXL, over RDMA or TCP; it needs no MPI. "mpi": a thread of the host sends with MPI, over any network. "auto": NVSHMEM if
-            every host has a NIC that it can use, or if all ranks are on one host; otherwise MPI if the ranks use it; otherwise NIXL.
+            every host has a NIC that it can use, or if all ranks are on one host; otherwise NIXL if all ranks have it; otherwise MPI.
         nvshmem_remote_transport: NVSHMEM's transport over the network: "ibrc" (its default), "ibdevx", "gpunetio", "ucx", "libfabric" or
             "none". Default with all ranks on one host: "none". Sets `NVSHMEM_REMOTE_TRANSPORT`.
         ibgda: Let the GPU write to a ConnectX NIC (InfiniBand or RoCE) without the CPU. The host still sends over

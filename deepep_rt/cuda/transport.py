@@ -67,13 +67,13 @@ def choose_transport(transport: str, facts: Sequence[RankFacts]) -> Choice:
     if not no_nic:
         found = "all ranks are on one host" if is_one_host else "every host has a NIC that NVSHMEM can use"
         return Choice("nvshmem", wish or found)
-    if not no_mpi:
-        return Choice("mpi", no_nic)
     if not no_nixl:
-        return Choice("nixl", f"{no_nic}, and {no_mpi}")
+        return Choice("nixl", no_nic)
+    if not no_mpi:
+        return Choice("mpi", f"{no_nic}, and {no_nixl}")
     raise EPUnavailableError(
-        f"transport='auto', but no transport can work: {no_nic}, {no_mpi}, and {no_nixl}; expected a NIC for NVSHMEM on every host, MPI, "
-        f"or NIXL. {_NIXL_REMEDY}, or {_MPI_REMEDY}."
+        f"transport='auto', but no transport can work: {no_nic}, {no_nixl}, and {no_mpi}; expected a NIC for NVSHMEM on every host, NIXL, "
+        f"or MPI. {_NIXL_REMEDY}, or {_MPI_REMEDY}."
     )
 
 
