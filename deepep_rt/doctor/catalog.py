@@ -220,7 +220,7 @@ _ALL = (
     FindingType(
         "no-nic",
         "The ranks are on several hosts, and NVSHMEM's default transport finds no NIC on a host: none is there, none is "
-        "active, or this user may not open it. With transport='auto', a Buffer takes a relay over MPI or NIXL, which is slower.",
+        "active, or this user may not open it. With transport='auto', a Buffer takes a relay over NIXL or MPI, which is slower.",
         "Look at ibstat or ibv_devinfo. In a container, pass /dev/infiniband in. On a cloud, choose machines with RDMA "
         "(InfiniBand, RoCE, EFA) and NVSHMEM_REMOTE_TRANSPORT to match; docs/several-nodes.md has the list. If there is no "
         "such NIC, measure what the relay gets with doctor --network.",

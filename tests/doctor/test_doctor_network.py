@@ -222,12 +222,12 @@ def test_rates_between_gpus_of_different_nodes() -> None:
         (
             dict(ranks=16),
             [set_nic(usable=False)],
-            "mpi: rank 0 on host0 has NICs that this user may not open in /dev/infiniband (mlx5_0)",
+            "nixl: rank 0 on host0 has NICs that this user may not open in /dev/infiniband (mlx5_0)",
         ),
         (
             dict(ranks=16),
-            [set_facts("network", nics=[]), set_threads("single")],
-            f"nixl: rank 0 on host0 has no RDMA NIC, and rank 0 on host0 has {network_facts.NO_THREADS}",
+            [set_facts("network", nics=[]), set_facts("nixl", error="no NIXL (x)")],
+            "mpi: rank 0 on host0 has no RDMA NIC, and rank 0 on host0 has no NIXL (x)",
         ),
         (dict(ranks=16, transport="nixl"), [], "nixl: transport='nixl' was passed"),
         (dict(ranks=16, transport="mpi"), [], "mpi: transport='mpi' was passed"),
