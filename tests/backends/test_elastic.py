@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches NumPy bfloat16)
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -275,6 +275,19 @@ def test_wrong_arguments(address: str) -> None:
             method()
     with pytest.raises(EPConfigError, match="rendezvous"):
         Buffer.join("auto", **SIZES)
+
+
+def test_the_log_says_why_a_rank_is_masked(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(address, 2, on_timeout="mask")
+    buffer = ranks.buffers[0]
+    backend_of(buffer).lose(1, "its process has ended")
+    with caplog.at_level("WARNING", "deepep_rt"):
+        buffer.low_latency_dispatch(np.ones((1, HIDDEN), ml_dtypes.bfloat16), np.array([[0, 2]]), use_fp8=False)
+    assert buffer.query_masked_ranks() == [1]
+    (text,) = [record.getMessage() for record in caplog.records if "excludes" in record.getMessage()]
+    assert "rank 0 excludes rank 1 from low-latency calls from now on, because the process of rank 1 has ended" in text
+    for each in ranks.buffers.values():
+        each.destroy(in_touch=False)
 
 
 def test_all_members_leave(address: str) -> None:

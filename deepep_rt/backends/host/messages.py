@@ -297,7 +297,7 @@ class MessageChannel:
                 if silent and not masks_silent:
                     self._fail(silent, self.failure_notice.explain(self._timeout(silent, phase)))
                 lost.update(transfer.peer for transfer in silent if transfer.is_receive)
-                self._mask_silent(silent, phase)
+                self._mask_silent(silent, phase, gone)
                 transfers = [transfer for transfer in transfers if transfer not in silent]
             time.sleep(pause)  # ranks often share cores: polling without a pause would slow down the peer
             # MPI moves large messages in pieces, and each may wait for a pause. So pauses are long only if the peer is late by much more.
@@ -333,7 +333,7 @@ class MessageChannel:
         lost = self.failure_notice.lost
         return [peer for peer in self.failure_notice.failed_peers() if peer in lost] if lost else []
 
-    def _mask_silent(self, silent: list[_Transfer], phase: str) -> None:
+    def _mask_silent(self, silent: list[_Transfer], phase: str, gone: Sequence[int]) -> None:
         for transfer in silent:
             if transfer.is_receive:
                 transfer.request.Cancel()
@@ -341,10 +341,13 @@ class MessageChannel:
                 self._unfinished.append(transfer)
         for peer in sorted({transfer.peer for transfer in silent}):
             self.mask(peer)
+            waited = (
+                f"the process of rank {peer} has ended" if peer in gone else f"it waited {self._timeout_s:g} s for rank {peer}"
+            )
             _logger.warning(
-                "rank %d waited %g s for rank %d: %s did not come (call %d of this rank). Low-latency calls exclude rank %d from now on; "
+                "rank %d excludes rank %d from low-latency calls from now on, because %s: %s did not come (call %d of this rank); "
                 "see Buffer.unmask_rank",
-                *(self.rank, self._timeout_s, peer, phase, self._call_idx, peer),
+                *(self.rank, peer, waited, phase, self._call_idx),
             )
 
     def _break(self, reason: str) -> None:
