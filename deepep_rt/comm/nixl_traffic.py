@@ -1,8 +1,10 @@
 """The messages of a relay over agents of NIXL, which need no MPI: RDMA, EFA, TCP or shared memory, as UCX finds them.
 
-NIXL promises no order between transfers. It promises that the notification of a transfer comes after all its bytes. So a large put is one
-transfer to its last place, and its notification is the message with its record. All other messages are notifications without a transfer.
-NIXL does not say when those have arrived. So each relay confirms the ends of the others, and leaves once its own end is confirmed.
+NIXL promises no order between transfers. A transfer is done once all its bytes are at their place: only then does NIXL itself send a
+notification that belongs to it. So a large put is one transfer to its last place, and its record travels with the next message once the
+transfer is done. Notifications of transfers would be slower: each is a message, and the next transfer is done only after it.
+All messages are notifications without a transfer. NIXL does not say when those have arrived. So each relay confirms the ends of the others,
+and leaves once its own end is confirmed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import os
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -21,7 +24,7 @@ from typing import Any, NamedTuple
 from ..errors import EPUnavailableError
 from .communicator import Communicator
 from .relay_puts import Mirror, Put, PutRing, RelayPeers
-from .relay_traffic import Outbox, RelayTraffic, record
+from .relay_traffic import Outbox, RelayTraffic
 
 _PACKAGES = ("nixl_cu13", "nixl_cu12")
 _IN_PLACE = 1  # the tag of a record whose bytes came before it
@@ -77,7 +80,7 @@ class _Transfer(NamedTuple):
 
     handle: Any
     places: tuple[int, int, int, int]  # the rank, from, to, and the bytes
-    sent: Callable[[], None]
+    then: Callable[[], None]
 
 
 class NixlTraffic(RelayTraffic):
@@ -110,7 +113,7 @@ class NixlTraffic(RelayTraffic):
         self._losses = (bindings.nixlRemoteDisconnectError, bindings.nixlBackendError, bindings.nixlCancelledError)
         self._idle: dict[tuple[int, int, int, int], list[Any]] = {}  # transfers that run no more, by their places
         self._num_made = 0
-        self._running: list[_Transfer] = []
+        self._running = [deque[_Transfer]() for _ in self._addresses]  # by rank, in the order of their starts
         self._done: list[_Transfer] = []  # whose ends this rank has not noted
         self._lost: dict[int, str] = {}  # why, by rank
         self._unconfirmed = set(peers.ranks)
@@ -154,13 +157,16 @@ class NixlTraffic(RelayTraffic):
             return None
 
     def send_payload(self, box: Outbox, put: Put, sent: Callable[[], None]) -> None:
-        message = self.message_of_puts(box, [record(put, _IN_PLACE)])
+        def arrived() -> None:
+            self.add_record(box, put, _IN_PLACE)
+            sent()
+
         places = (box.rank, put.from_, put.to, put.num_bytes)
         idle = self._idle.get(places)
         handle = idle.pop() if idle else self._call(box.rank, lambda name: self._transfer(name, places))
-        state = self._call(box.rank, lambda name: self._agent.transfer(handle, message))
+        state = self._call(box.rank, lambda name: self._agent.transfer(handle))
         if state is not None:  # a call of `sent` starts further puts, so `move` makes it
-            (self._done if state == "DONE" else self._running).append(_Transfer(handle, places, sent))
+            (self._done if state == "DONE" else self._running[box.rank]).append(_Transfer(handle, places, arrived))
 
     def _transfer(self, name: Any, places: tuple[int, int, int, int]) -> Any:
         rank, from_, to, num_bytes = places
@@ -187,21 +193,21 @@ class NixlTraffic(RelayTraffic):
 
     def move(self) -> bool:
         moved = False
-        for transfer in list(self._running):
-            state = self._call(transfer.places[0], functools.partial(self._state, transfer.handle))
-            if state == "PROC":
-                continue
-            self._running.remove(transfer)
-            moved = True
-            if state == "DONE":
-                self._done.append(transfer)
-            elif state is not None:
-                self._lost[transfer.places[0]] = f"a transfer ended with {state}"
+        for rank, running in enumerate(self._running):
+            while running:  # a look takes time, and transfers to a rank end about in the order of their starts
+                state = self._call(rank, functools.partial(self._state, running[0].handle))
+                if state == "PROC":
+                    break
+                transfer, moved = running.popleft(), True
+                if state == "DONE":
+                    self._done.append(transfer)
+                elif state is not None:
+                    self._lost[rank] = f"a transfer ended with {state}"
         done, self._done = self._done, []
         for transfer in done:
             moved = True
             self._idle.setdefault(transfer.places, []).append(transfer.handle)
-            transfer.sent()
+            transfer.then()
         for messages in self._agent.get_new_notifs().values():
             for message in messages:
                 moved = True
@@ -242,7 +248,7 @@ class NixlTraffic(RelayTraffic):
 
     @property
     def num_outgoing(self) -> int:
-        return len(self._running) + len(self._done)
+        return sum(map(len, self._running)) + len(self._done)
 
     # --- the end -----------------------------------------------------------------------------------------------------------------
 
@@ -255,11 +261,12 @@ class NixlTraffic(RelayTraffic):
         self._release_idle()
 
     def is_finished(self) -> bool:
-        for transfer in list(self._running):
-            with suppress(Exception):  # NIXL does not release what it cannot stop
-                transfer.handle.release()
-                self._running.remove(transfer)
-        if self._running:
+        for running in self._running:
+            for transfer in list(running):
+                with suppress(Exception):  # NIXL does not release what it cannot stop
+                    transfer.handle.release()
+                    running.remove(transfer)
+        if any(self._running):
             return False
         self._agent.deregister_memory(self._memory)
         return True
