@@ -10,7 +10,6 @@ and leaves once its own end is confirmed.
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.util
 import logging
 import os
@@ -142,31 +141,33 @@ class NixlTraffic(RelayTraffic):
     # --- messages and payloads ---------------------------------------------------------------------------------------------------
 
     def post(self, rank: int, message: bytes, then: Callable[[], None] | None = None) -> None:
-        self._call(rank, lambda name: self._agent.send_notif(name, message))
+        if rank not in self._lost:
+            try:
+                self._agent.send_notif(self._names[rank], message)
+            except self._losses as error:
+                self._lost[rank] = str(error)
         if then is not None:
             then()
 
-    def _call(self, rank: int, act: Callable[[Any], Any]) -> Any:
-        """Return what a call of NIXL that concerns one rank returns; None if that rank is lost."""
+    def send_payload(self, box: Outbox, put: Put, sent: Callable[[], None]) -> None:
+        rank = box.rank
         if rank in self._lost:
-            return None
+            return
+        places = (rank, put.from_, put.to, put.num_bytes)
+        idle = self._idle.get(places)
         try:
-            return act(self._names[rank])
+            handle = idle.pop() if idle else self._transfer(self._names[rank], places)
+            state = self._agent.transfer(handle)
         except self._losses as error:
             self._lost[rank] = str(error)
-            return None
+            return
 
-    def send_payload(self, box: Outbox, put: Put, sent: Callable[[], None]) -> None:
         def arrived() -> None:
             self.add_record(box, put, _IN_PLACE)
             sent()
 
-        places = (box.rank, put.from_, put.to, put.num_bytes)
-        idle = self._idle.get(places)
-        handle = idle.pop() if idle else self._call(box.rank, lambda name: self._transfer(name, places))
-        state = self._call(box.rank, lambda name: self._agent.transfer(handle))
-        if state is not None:  # a call of `sent` starts further puts, so `move` makes it
-            (self._done if state == "DONE" else self._running[box.rank]).append(_Transfer(handle, places, arrived))
+        # A call of `arrived` starts further puts, so `move` makes it.
+        (self._done if state == "DONE" else self._running[rank]).append(_Transfer(handle, places, arrived))
 
     def _transfer(self, name: Any, places: tuple[int, int, int, int]) -> Any:
         rank, from_, to, num_bytes = places
@@ -192,22 +193,14 @@ class NixlTraffic(RelayTraffic):
     # --- a turn ------------------------------------------------------------------------------------------------------------------
 
     def move(self) -> bool:
-        moved = False
         for rank, running in enumerate(self._running):
-            while running:  # a look takes time, and transfers to a rank end about in the order of their starts
-                state = self._call(rank, functools.partial(self._state, running[0].handle))
-                if state == "PROC":
-                    break
-                transfer, moved = running.popleft(), True
-                if state == "DONE":
-                    self._done.append(transfer)
-                elif state is not None:
-                    self._lost[rank] = f"a transfer ended with {state}"
+            if running:
+                self._look_at(rank, running)
         done, self._done = self._done, []
         for transfer in done:
-            moved = True
             self._idle.setdefault(transfer.places, []).append(transfer.handle)
             transfer.then()
+        moved = bool(done)
         for messages in self._agent.get_new_notifs().values():
             for message in messages:
                 moved = True
@@ -217,9 +210,19 @@ class NixlTraffic(RelayTraffic):
                 self._peers.failed(rank, f"the connection was lost ({cause})")
         return moved
 
-    def _state(self, handle: Any, _: Any) -> str:
-        state: str = self._agent.check_xfer_state(handle)
-        return state
+    def _look_at(self, rank: int, running: deque[_Transfer]) -> None:
+        """Note which transfers to a rank are done. A look takes time, and they end about in the order of their starts."""
+        try:
+            while running and (state := self._agent.check_xfer_state(running[0].handle)) != "PROC":
+                transfer = running.popleft()
+                if state == "DONE":
+                    self._done.append(transfer)
+                else:
+                    self._lost[rank] = f"a transfer ended with {state}"
+        except self._losses as error:
+            self._lost[rank] = str(error)
+        if rank in self._lost:
+            running.clear()
 
     def _read(self, message: memoryview) -> None:
         if len(message) == _CONFIRMATION.size:

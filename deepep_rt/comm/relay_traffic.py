@@ -115,9 +115,10 @@ class RelayTraffic(ABC):
         puts = self._ring.take(_MAX_PUTS_PER_TURN)
         for put in puts:
             self.send(put)
-        for box in list(self._with_records.values()):
+        moved = self.move()
+        for box in list(self._with_records.values()):  # those of puts, and of payloads that have moved
             self._send_records(box)
-        return self.move() or bool(puts)
+        return moved or bool(puts)
 
     @property
     def all_sent(self) -> bool:
