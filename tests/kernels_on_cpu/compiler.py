@@ -22,6 +22,7 @@ from . import translate
 
 HERE = Path(__file__).resolve().parent
 _OPTIONS = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w", f"-I{HERE}"]
+_WHOLE_RUNTIME = ["-O3", "-flto", "-fno-semantic-interposition"]  # kernels call it at each access
 _EVERY_ACCESS = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 
 
@@ -36,7 +37,7 @@ def _common_key() -> str:
     """Hash all that every library depends on: the compiler, its options, the scheduler and its headers."""
     version = subprocess.run([compiler() or "g++", "-v"], capture_output=True, text=True, check=True, timeout=60).stderr
     files = [path for path in sorted(HERE.iterdir()) if path.suffix in (".cpp", ".h")]
-    return _hash(version, repr(_OPTIONS[:-1] + _EVERY_ACCESS), *(path.name + path.read_text() for path in files))
+    return _hash(version, repr(_OPTIONS[:-1] + _WHOLE_RUNTIME + _EVERY_ACCESS), *(path.name + path.read_text() for path in files))
 
 
 def _hash(*texts: str) -> str:
@@ -80,7 +81,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 @functools.cache
 def _runtime_path() -> Path:
-    return _library(f"runtime-{_common_key()}.so", lambda made: _compile(sorted(HERE.glob("*.cpp")), made, "-shared"))
+    return _library(
+        f"runtime-{_common_key()}.so", lambda made: _compile(sorted(HERE.glob("*.cpp")), made, "-shared", *_WHOLE_RUNTIME)
+    )
 
 
 @functools.cache
@@ -92,13 +95,21 @@ def runtime() -> ctypes.CDLL:
 def load(kernel: Kernel, constants: Mapping[str, int], cuda_src: Path | None = None, *, every_access: bool = False) -> int:
     """Return the address of the function that runs one thread of a kernel. It takes the address of Params. Equal sources are compiled once.
 
+    This process translates a kernel once, so the files of a folder must not change afterwards.
+
     Args:
         kernel: An entry of the kernel table.
         constants: The constants to compile it with.
         cuda_src: The folder of the kernels; None: that of the package.
         every_access: Report each load and store to the runtime, not only those in PTX.
     """
+    return _load(kernel, tuple(constants.items()), cuda_src, every_access)
+
+
+@functools.cache
+def _load(kernel: Kernel, items: tuple[tuple[str, int], ...], cuda_src: Path | None, every_access: bool) -> int:
     runtime()
+    constants = dict(items)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = translate.write_sources(kernel, constants, folder, cuda_src)

@@ -41,7 +41,7 @@ const void* watched = nullptr;  // and the loads from there
 uint64_t num_watched = 0;
 
 bool is_remote(const void* p) {
-  if (!is_weak || !running) return false;
+  if (!is_weak || !running || is_on_own_stack(p)) return false;
   for (const Region& r : regions) {
     if (p >= r.begin && p < r.end) return r.gpu != running->gpu;
   }

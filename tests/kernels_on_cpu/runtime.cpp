@@ -9,7 +9,6 @@
 #include "memory.h"
 #include "network.h"
 
-#include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -34,13 +33,24 @@ struct Grid;
 struct Block;
 struct Warp;
 
+// The registers of a fiber, or of the scheduler. The compiler saves and restores them within a few instructions. longjmp of the C library
+// first looks for cleanup handlers of the thread, which takes longer than many accesses.
+struct Registers {
+  void* words[5];
+};
+
+#define SAVE(registers) __builtin_setjmp((registers).words)
+#define RESTORE(registers) __builtin_longjmp((registers).words, 1)
+
 struct Fiber : Thread {
-  jmp_buf registers;
+  Registers registers;
   bool has_started = false;
   int steps_left = 1;
   unsigned num_proxy_fences = 0;
   Warp* warp = nullptr;
   char* stack = nullptr;
+  const char* shared = nullptr;  // dynamic shared memory of its block
+  size_t dynamic_bytes = 0;
 };
 
 struct Warp {
@@ -119,7 +129,7 @@ std::vector<Warp*> runnable;
 std::vector<int> finished;
 std::vector<std::function<void()>> pending;          // of `later`
 std::map<unsigned, std::vector<char*>> free_stacks;  // by number of threads
-jmp_buf scheduler;
+Registers scheduler;
 Fiber* current = nullptr;
 uint64_t now = 1, turn = 0, idle_steps = 0;
 int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1, delivery_chance = 1, network_chance = 1;
@@ -151,12 +161,14 @@ void run_fiber() {
   w.ready &= ~bit, w.exited |= bit;
   --w.block->threads_left;
   note_progress();
-  longjmp(scheduler, 1);
+  RESTORE(scheduler);
 }
+
+[[noreturn]] __attribute__((noinline)) void to_scheduler() { RESTORE(scheduler); }
 
 __attribute__((noinline)) void resume(Fiber& f) {
   current = &f, running = &f;
-  if (f.has_started) longjmp(f.registers, 1);
+  if (f.has_started) RESTORE(f.registers);
   f.has_started = true;
   ucontext_t context;
   getcontext(&context);
@@ -176,13 +188,13 @@ Fiber& next_lane(Warp& w) {
 // Continues with another lane of the warp, or with the scheduler.
 __attribute__((noinline)) void yield(bool turn_ends) {
   Fiber& f = *current;
-  if (_setjmp(f.registers)) return;
-  if (turn_ends || !f.warp->ready) longjmp(scheduler, 1);
+  if (SAVE(f.registers)) return;
+  if (turn_ends || !f.warp->ready) to_scheduler();
   resume(next_lane(*f.warp));
 }
 
 __attribute__((noinline)) void run(Warp& w) {
-  if (!_setjmp(scheduler)) resume(next_lane(w));
+  if (!SAVE(scheduler)) resume(next_lane(w));
   current = nullptr, running = nullptr;
 }
 
@@ -207,7 +219,7 @@ void start_block(Grid& grid) {
     w.block = block.get();
     f.thread_idx.x = t, f.block_idx.x = grid.next_block, f.block_dim.x = grid.num_threads, f.grid_dim.x = grid.num_blocks;
     f.lane = t % 32, f.gpu = grid.gpu, f.warp_key = &w, f.block_key = block.get(), f.grid_key = &grid, f.warp = &w,
-    f.stack = block->stacks + t * kStackBytes;
+    f.stack = block->stacks + t * kStackBytes, f.shared = block->shared.data(), f.dynamic_bytes = grid.dynamic_bytes;
   }
   for (Warp& w : block->warps) add_runnable(w);
   ++grid.next_block;
@@ -320,7 +332,7 @@ bool all_wait() {
       const uint64_t before = idle_steps;
       const uint32_t ready = w->ready;
       yields_left = 0;
-      if (!_setjmp(scheduler)) resume(f);
+      if (!SAVE(scheduler)) resume(f);
       current = nullptr, running = nullptr;
       waits = error.empty() && idle_steps >= before + kIdleSteps && w->ready == ready;
     }
@@ -408,7 +420,7 @@ void fail(const char* text) {
   const Fiber& f = *current;
   stop(std::string(text) + ", in " + f.warp->block->grid->name + " on GPU " + std::to_string(f.warp->block->grid->gpu) + ", block " +
        std::to_string(f.block_idx.x) + ", thread " + std::to_string(f.thread_idx.x));
-  longjmp(scheduler, 1);
+  RESTORE(scheduler);
 }
 
 uint64_t random_below(uint64_t end) { return rng.below(end); }
@@ -508,9 +520,9 @@ void* shared_memory(int id, size_t num_bytes, size_t alignment) {
 char* dynamic_shared_memory() { return current->warp->block->shared.data(); }
 
 void note_shared_access(const void* p, size_t num_bytes, bool writes) {
-  Block& block = *current->warp->block;
-  const size_t dynamic_bytes = block.grid->dynamic_bytes, first = static_cast<const char*>(p) - block.shared.data();
+  const size_t dynamic_bytes = current->dynamic_bytes, first = static_cast<const char*>(p) - current->shared;
   if (first >= dynamic_bytes) return;  // also if `p` lies before it
+  Block& block = *current->warp->block;
   if (block.uses.empty()) block.uses.resize(dynamic_bytes / 16 + 1);
   for (size_t i = first / 16; i <= (first + num_bytes - 1) / 16 && i < block.uses.size(); ++i) {
     SharedUse& use = block.uses[i];
