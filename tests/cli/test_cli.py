@@ -114,13 +114,13 @@ def test_compile_makes_every_kernel(terminal: Terminal, for_sm_90: list[dict[str
 
 
 @pytest.mark.full
-def test_compile_makes_every_kernel_for_every_target(terminal: Terminal) -> None:
-    rows = terminal.json("compile", "--arch", "sm_80", "--arch", "sm_90", "--strict")
+def test_compile_makes_every_kernel_for_every_target() -> None:
+    rows = compile_kept("--arch", "sm_80", "--arch", "sm_90", "--strict")
     old = [name for name, kernel in ONE_NODE.items() if not kernel.needs_fp8]
     assert [(row["arch"], row["kernel"]) for row in rows] == [("sm_80", name) for name in old] + [
         ("sm_90", name) for name in ONE_NODE
     ]
-    assert {row["status"] for row in rows} == {"compiled"}
+    assert {row["status"] for row in rows} <= {"compiled", "cached"}
 
 
 @pytest.mark.usefixtures("filled")
@@ -138,6 +138,7 @@ def test_compile_takes_a_configuration(terminal: Terminal, monkeypatch: pytest.M
     sizes = ["--ranks", "3", "--tokens", "100", "--hidden", "512", "--topk", "2", "--experts", "6", "--dtype", "float32"]
     rows = terminal.json("compile", "--arch", "sm_90", *sizes, "--combine-dtype", "float32", "--combine-dtype", "float16")
     assert [row["dtype"] for row in rows if row["kernel"] == "combine"] == ["float32", "float16"]
+    assert {row["status"] for row in rows} == {"compiled"}
     assert {row["constants"]["kNumRanks"] for row in rows if not KERNELS[row["kernel"]].is_local} == {3}
     table = terminal("compile", "--arch", "sm_90", *sizes)
     assert "combine (float32)" in table

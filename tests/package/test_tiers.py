@@ -104,5 +104,5 @@ def test_tests_that_start_programs_run_with_all_libraries() -> None:
     """So do tests whose files name a library."""
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     alone = {file for file in files if passed.uses_no_libraries(file)}
-    assert {"tests/kernels/test_kernels_on_cpu.py", "tests/jit/test_kernels_compile.py"} < alone
+    assert {"tests/kernels/test_kernels_on_cpu.py", "tests/jit/test_kernels_compile.py", *passed.FILES} < alone
     assert not alone & {"tests/cuda/test_heap.py", "tests/backends/cuda/test_start.py", "tests/backends/test_host_backend.py"}

@@ -64,20 +64,26 @@ def layer_by_expert(
 
 
 def check_layers_compile(comm: MPI.Intracomm) -> None:
-    """A layer in one graph, with fixed sizes and with sizes that only the call knows. Then other sizes, on a rank none."""
+    """A layer in one graph, with fixed sizes and with sizes that only the call knows. Then other sizes, on a rank none.
+
+    Inductor takes most of the time. Without GPUs, one rank lets it compile half of the cases, and jobs of several ranks the others.
+    """
     ranks = comm.Get_size()
+    cases = [(one, worst) for one, each in ((layer, 64), (layer_by_expert, 64 * TOPK)) for worst in (each * ranks, None)]
     for backend in BACKENDS:
-        for function, each in ((layer, 64), (layer_by_expert, 64 * TOPK)):
-            for worst in (each * ranks, None):
-                with compiler(backend) as compiled, buffer_for(comm) as buffer:
-                    run = compiled(function)
-                    for seed, counts in enumerate((lambda rank: 5 + rank, lambda rank: 9, lambda rank: 0 if rank == 0 else 7)):
-                        tokens, mats = tokens_of_all(comm, seed, counts=counts), matrices(comm, seed)
-                        mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
-                        x, idx, weights = mine.leaves()
-                        out = run(buffer, x, idx, weights, weights_of, num_worst_tokens=worst)
-                        backward(out, mine)
-                        compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
+        for function, worst in cases:
+            is_of_one_rank = (function is layer) == (worst is None)
+            if backend == "inductor" and device() == "cpu" and is_of_one_rank != (ranks == 1):
+                continue
+            with compiler(backend) as compiled, buffer_for(comm) as buffer:
+                run = compiled(function)
+                for seed, counts in enumerate((lambda rank: 5 + rank, lambda rank: 9, lambda rank: 0 if rank == 0 else 7)):
+                    tokens, mats = tokens_of_all(comm, seed, counts=counts), matrices(comm, seed)
+                    mine, weights_of = tokens[comm.Get_rank()], local(comm, mats)
+                    x, idx, weights = mine.leaves()
+                    out = run(buffer, x, idx, weights, weights_of, num_worst_tokens=worst)
+                    backward(out, mine)
+                    compare(comm, tokens, mats, (out, x, weights, weights_of), BOUND)
 
 
 def check_two_compiled_layers(comm: MPI.Intracomm) -> None:
