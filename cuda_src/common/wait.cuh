@@ -49,7 +49,7 @@ __device__ __forceinline__ void read_lost(const Params& p, u32 tick, u32 before)
 }
 
 // Low-latency kernels for sm_80 that mask have no registers left for it. The others have none for a call.
-__device__ __noinline__ void read_lost_out_of_line(const Params& p, u32 tick, u32 before) { read_lost(p, tick, before); }
+static __device__ __noinline__ void read_lost_out_of_line(const Params& p, u32 tick, u32 before) { read_lost(p, tick, before); }
 
 // A bit for each slot whose end stops a wait for `peer`. Where time-outs mask, that is the peer. Otherwise any loss ends the call, because
 // the peer may have given it up. Their last data may be here all the same, so only waits look at this. The word is in memory of the host,
