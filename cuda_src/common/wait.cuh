@@ -34,7 +34,7 @@ __device__ inline void raise_abort(const Params& p, u32 phase, int peer, u32 exp
   st_release_sys(&report->flag, 1);
 }
 
-constexpr u32 kLostPauseTicks = 20;  // between two readings of the host's word about lost ranks
+constexpr u32 kLostPauseTicks = 20;  // of 1024 ns, between two readings of the host's word about lost ranks
 
 // Buffers with slots (kHasSlots): whether a slot has no process. A kernel sends nothing there, and waits for nothing from there.
 __device__ __forceinline__ bool is_absent(const Params& p, int rank) {
@@ -54,8 +54,7 @@ static __device__ __noinline__ void read_lost_out_of_line(const Params& p, u32 t
 // A bit for each slot whose end stops a wait for `peer`. Where time-outs mask, that is the peer. Otherwise any loss ends the call, because
 // the peer may have given it up. Their last data may be here all the same, so only waits look at this. The word is in memory of the host,
 // because a thread writes it that may make no call of CUDA: such a call could wait for the kernel that waits here. Thousands of threads
-// wait at once, and the bus to the host carries about ten million readings a second. So one of them reads the word for all, from time to
-// time.
+// wait at once. If each of them read the word, calls would take milliseconds. So one of them reads it for all, from time to time.
 __device__ __forceinline__ u32 lost_for(const Params& p, int peer, u64 now) {
   if constexpr (!kHasSlots) return 0;
   const LostRanks* known = at<const LostRanks>(p.state, kLocalLost);

@@ -160,8 +160,8 @@ class RelayTraffic(ABC):
         self.send_payload(box, put, sent)
 
     def add_record(self, box: Outbox, put: Put, tag: int, content: bytes = b"") -> None:
-        """Let the record of a put travel with the next message."""
-        box.records.append(record(put, tag) + content)
+        """Let the record of a put travel with the next message. `content`: its bytes, if the tag is INLINE."""
+        box.records.append(_RECORD.pack(put.to, put.num_bytes, tag, put.word, put.value) + content)
         self._with_records[box.rank] = box
 
     def _send_records(self, box: Outbox) -> None:
@@ -250,8 +250,3 @@ class RelayTraffic(ABC):
         self.puts_received += 1
         self.bytes_received += put.num_bytes
         self.complete(put)
-
-
-def record(put: Put, tag: int) -> bytes:
-    """Return the record of a put. Its bytes follow if the tag is INLINE."""
-    return _RECORD.pack(put.to, put.num_bytes, tag, put.word, put.value)
