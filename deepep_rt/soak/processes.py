@@ -26,6 +26,7 @@ COMMAND = [sys.executable, "-c", "import sys; from deepep_rt.soak import member;
 
 _TRACE_S = 0.3  # for a process that hangs to print its stacks
 _POLL_S = 0.25
+_CLOCK_S = 1.0  # times of files and segments are this coarse
 _SHARED_MEMORY = Path("/dev/shm")
 _SYSTEM_V = Path("/proc/sysvipc/shm")
 
@@ -70,6 +71,7 @@ class Processes:
         self._on_event = on_event
         self._events: queue.Queue[tuple[Process, dict[str, Any] | None]] = queue.Queue()
         self._folder = tempfile.TemporaryDirectory(prefix="deepep_rt_soak_")
+        self._start_s = time.time() - _CLOCK_S
 
     def start(self, given: Given) -> Process:
         """Start a process. It is the leader of a session, so what it starts can be found."""
@@ -163,19 +165,41 @@ class Processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         found += [f"temporary file {path.name}" for path in Path(self._folder.name).iterdir()]
-        names = {text for pid in pids for text in (str(pid), f"{pid:x}")}
-        if _SHARED_MEMORY.is_dir():
-            found += [str(path) for path in _SHARED_MEMORY.iterdir() if names & set(_words(path.name))]
+        found += [str(path) for path in self._shared_files(pids)]
         if _SYSTEM_V.exists():
             rows = [line.split() for line in _SYSTEM_V.read_text().splitlines()[1:]]
-            found += [f"shared memory segment {row[1]}" for row in rows if int(row[4]) in pids]
+            found += [f"shared memory segment {row[1]}" for row in rows if int(row[4]) in pids and int(row[13]) >= self._start_s]
         self._folder.cleanup()
         return found
+
+    def _shared_files(self, pids: set[int]) -> Iterable[Path]:
+        """Yield the files of shared memory that name a process of this run.
+
+        Other programs name such files too, and a number of theirs can be one of ours, in decimal or in hexadecimal digits.
+        So the file is younger than the run, and no living process uses it.
+        """
+        names = {text for pid in pids for text in (str(pid), f"{pid:x}")}
+        for path in _SHARED_MEMORY.iterdir() if _SHARED_MEMORY.is_dir() else ():
+            with contextlib.suppress(FileNotFoundError):  # another program has removed it
+                if names & set(_words(path.name)) and path.stat().st_mtime >= self._start_s and not _is_used(path):
+                    yield path
 
 
 def _words(name: str) -> list[str]:
     """Split a name of shared memory, such as `cuda.shm.0.1f3.1`, at what is no letter or digit."""
     return "".join(one if one.isalnum() else " " for one in name).split()
+
+
+def _is_used(path: Path) -> bool:
+    """Check whether a living process maps a file or has it open."""
+    number = path.stat().st_ino
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if any(line.split()[4:6] == [str(number), str(path)] for line in (process / "maps").read_text().splitlines()):
+                return True
+            if any(os.path.samestat(one.stat(), path.stat()) for one in (process / "fd").iterdir() if one.exists()):
+                return True
+    return False
 
 
 def _sessions() -> Iterable[tuple[int, int]]:

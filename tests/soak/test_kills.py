@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +19,7 @@ from launch import environment, run_command
 from paths import PROGRAMS
 
 from deepep_rt import EPConfigError, EPError
-from deepep_rt.soak import buffers, kill, plan, processes
+from deepep_rt.soak import buffers, kill, member, plan, processes
 
 COMMAND = "-m", "deepep_rt", "soak", "--kill", "--backend", "host"
 
@@ -146,6 +149,33 @@ def test_a_rank_that_was_left_out_by_mistake_is_named(monkeypatch: pytest.Monkey
     monkeypatch.setattr(processes, "COMMAND", ["sh", "-c", """echo '{"event": "evicted"}'"""])
     with pytest.raises(EPError, match=r"was left out by the others; .* pass a larger --timeout-s"):
         kill.run(kill.Kills(backend="host", seed=1))
+
+
+def test_only_shared_memory_of_the_run_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Names of other programs can hold the number of a process of the run: of an earlier program, or of one that runs now."""
+    shared, segments = tmp_path / "shm", tmp_path / "segments"
+    shared.mkdir()
+    early = shared / f"mpich_shm_{os.getpid():x}_0"
+    early.touch()
+    os.utime(early, (time.time() - 60,) * 2)
+    monkeypatch.setattr(processes, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(processes, "_SYSTEM_V", segments)
+    monkeypatch.setattr(processes, "COMMAND", ["true"])
+    run = processes.Processes(lambda process, event: None)
+    run.start(member.Given("", rank=0, ranks=1, slots=1, backend="host", timeout_s=1, seed=0, sizes={}))
+    run.end()
+    (pid,) = (process.pid for process in run.all)
+    with (shared / f"open.{pid}").open("w"), (shared / f"mapped.{pid}").open("w+b") as file:
+        file.truncate(4096)
+        memory = mmap.mmap(file.fileno(), 4096)
+        file.close()
+        early.rename(shared / f"mpich_shm_{pid:x}_0")
+        left = shared / f"cuda.shm.0.{pid:x}.1"
+        left.touch()
+        rows = [[0, number, 0, 0, pid, 0, 0, 0, 0, 0, 0, 0, 0, int(when)] for number, when in ((5, 1e9), (6, time.time()))]
+        segments.write_text("\n".join(["names", *(" ".join(map(str, row)) for row in rows)]))
+        assert run.left_behind() == [str(left), "shared memory segment 6"]
+        memory.close()
 
 
 def test_plans_have_both_modes_in_one_buffer() -> None:
