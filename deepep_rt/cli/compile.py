@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import signal
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -163,7 +165,7 @@ def _build_all(jobs: list[tuple[Config, Kernel, str | None, str]]) -> list[dict[
     by_key: dict[object, dict[str, Any]] = {}  # kernels that are the same for all transports and paths appear once
     pool = ThreadPoolExecutor(most_threads())
     try:
-        with _progress() as progress:
+        with _progress() as progress, _ended_by_sigint(progress.console):
             task = progress.add_task("", total=len(jobs))
             # PTX that is linked needs the CUDA context of this thread.
             futures = [None if _links_ptx(*job) else pool.submit(_build, *job) for job in jobs]
@@ -175,19 +177,34 @@ def _build_all(jobs: list[tuple[Config, Kernel, str | None, str]]) -> list[dict[
                 if row["status"] == "compiled":
                     first["status"] = "compiled"  # the thread of an equal job may have compiled it first
                 progress.advance(task)
-    except KeyboardInterrupt:
-        _end_now(f"interrupted; the cache keeps the kernels that were complete ({KernelCache().folder})")
     finally:
         pool.shutdown(cancel_futures=True)
     return list(by_key.values())
 
 
-def _end_now(message: str) -> NoReturn:
-    """End this process as SIGINT does. Python would wait for the threads that compile, and nothing stops NVRTC."""
-    typer.echo(message, err=True)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.raise_signal(signal.SIGINT)
-    raise KeyboardInterrupt  # if SIGINT is blocked
+@contextlib.contextmanager
+def _ended_by_sigint(terminal: Console) -> Iterator[None]:
+    """Let SIGINT end this process at once while the block runs. A program's own handler stays.
+
+    Python would wait for the threads that compile, and nothing stops NVRTC. The handler raises no exception: Python ignores one that comes
+    while it frees an object.
+    """
+
+    def end(number: int, frame: object) -> None:
+        terminal.show_cursor()
+        typer.echo(f"interrupted; the cache keeps the kernels that were complete ({KernelCache().folder})", err=True)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _links_ptx(config: Config, kernel: Kernel, element: str | None, arch: str) -> bool:

@@ -520,11 +520,12 @@ def test_a_missing_library_of_the_command_line_is_named(missing: str, tmp_path: 
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "compute_90"])
-def test_an_interrupted_compilation_ends_at_once(arch: str, tmp_path: Path) -> None:
-    """Each kernel takes ten minutes here, and nothing interrupts it, as in NVRTC."""
+@pytest.mark.parametrize(("arch", "moment"), [("sm_90", "compiling"), ("compute_90", "compiling"), ("sm_90", "freeing")])
+def test_an_interrupted_compilation_ends_at_once(arch: str, moment: str, tmp_path: Path) -> None:
+    """Each kernel takes ten minutes here, and nothing interrupts it, as in NVRTC. Python ignores exceptions while it frees an object."""
     program = """
 import os, signal, sys, threading, time
+from deepep_rt.cli import compile
 from deepep_rt.cli.app import run
 from deepep_rt.jit import build
 def slow(*_):
@@ -532,15 +533,24 @@ def slow(*_):
     os.write(1, b"compiling\\n")  # print writes a text and its end apart, and several threads are here
     time.sleep(600)
 build.build = slow
+class Freed:
+    def __del__(self):
+        os.write(1, b"freeing\\n")
+        time.sleep(1)
+def links_ptx(*job):
+    if sys.argv[2] == "freeing":
+        Freed()
+    return False
+compile._links_ptx = links_ptx
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let programs in the background ignore it
 run(["compile", "--arch", sys.argv[1]])
 """
-    words = [sys.executable, "-c", program, arch]
+    words = [sys.executable, "-c", program, arch, moment]
     environment = {**os.environ, "DEEPEP_RT_CACHE_DIR": str(tmp_path)}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "compiling\n"
+            assert process.stdout.readline() == f"{moment}\n"
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=60)
         finally:
