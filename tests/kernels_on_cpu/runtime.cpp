@@ -136,7 +136,9 @@ int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance
 std::string error;
 bool may_start_more = false;  // since the last turn, all blocks of a grid have allowed the next grid to start
 
-void note_progress() { idle_steps = 0; }
+bool may_freeze = true;  // not from a thaw on until a thread has an effect: otherwise something is frozen whenever all others wait
+
+void note_progress() { idle_steps = 0, may_freeze = true; }
 
 void add_runnable(Warp& w) {
   if (w.index >= 0) return;
@@ -300,6 +302,7 @@ void freeze_something() {
 
 // Returns whether something was frozen.
 bool thaw() {
+  may_freeze = false;
   bool was_frozen = end_stalls();
   for (Warp* w : runnable) {
     was_frozen |= is_frozen(*w);
@@ -309,7 +312,7 @@ bool thaw() {
 }
 
 Warp& choose() {
-  if (freeze_chance && rng.below(freeze_chance) == 0) freeze_something();
+  if (freeze_chance && may_freeze && rng.below(freeze_chance) == 0) freeze_something();
   for (int attempt = 0; attempt < 64; ++attempt) {
     Warp& w = *runnable[rng.below(runnable.size())];
     if (!is_frozen(w)) return w;
