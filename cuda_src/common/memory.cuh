@@ -28,6 +28,16 @@ __device__ __forceinline__ u32 ld_acquire_block(const u32* p) {
   return v;
 }
 
+__device__ __forceinline__ u64 ld_acquire_block(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.cta.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void st_release_block(u64* p, u64 v) {
+  asm volatile("st.release.cta.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
 __device__ __forceinline__ void st_release_block(u32* p, u32 v) {
   asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

@@ -11,30 +11,35 @@
 // then compressed. On the direct path, each row is compressed, and the source does not round their sum.
 //
 // Roles of the warps in each block:
-// - Exposing warps copy rows, kExposedRows for each flag. Then they fill.
-// - Fillers fill the slots of all flows with sums. When no chunk is left to fill, they empty.
-// - Emptiers take sums out of slots and stage them in local memory, so that slots are free for later chunks. When no chunk is left to
-//   empty, they reduce.
-// - Reduce warps add up this rank's tokens.
+// - Copy warps (copies.cuh) expose rows, kExposedRows for each flag. Where each sum is a row (kSendsRows), they send those too.
+// - Fill warps make the sums of a chunk, and send it. Copy warps do so too, when no row is left to expose.
+// - Reduce warps add up this rank's tokens. So do all others, when they have nothing else to do.
 //
-// Why no rank waits for ever: nodes.cuh tells it for slots. Fillers also wait for exposed rows. A warp exposes all its rows before it
-// fills, and waits for nothing meanwhile. Reduce warps wait for exposed rows and staged sums, and nothing waits for them.
+// A sum goes to its last place at the rank of its token (kNetworkRecvSums). The routing has told the gateway where the sums of each flow
+// begin there. If this GPU reaches that place, it writes there. Otherwise it writes to a slot of its own, and a put carries the chunk. A
+// word for each chunk says that its sums are there. Then the slot is free: the last warp of each block returns credits for such chunks
+// before it reduces.
+//
+// Why no rank waits for ever: nodes.cuh tells it for slots; here the warp that returns credits is the emptier. It waits for nothing but
+// chunks. Fillers also wait for exposed rows. A warp exposes all its rows before it fills, and waits for nothing meanwhile. Reduce warps
+// wait for exposed rows and sums, and nothing waits for them.
 //
 // With reduce="topk", a call takes a launch for each choice (backends/cuda/expert_rows.py). If the ranks differ in the first launch,
 // the later ones do nothing: another rank may have made a call with one launch.
 //
 // Reuse of memory: the ranks of a node read the exposed rows of call k, and then say hello in call k + 1. This rank exposes rows of call
-// k + 1 after it has heard all of them. Staging is read by this rank alone. Flags need no reset: they hold the epoch.
+// k + 1 after it has heard all of them. For the same reason, other nodes may then write sums of call k + 1 here. Words and flags need no
+// reset: they hold the epoch.
 //
 // Bytes: each row is copied once here, and crosses NVLink once to a gateway or to its token's rank. A sum crosses the network once for each
-// flow of its token. It is written once more here, and twice and read once more there.
+// flow of its token, and is read once there. A put reads and writes it once more here.
 #pragma once
 #include "common/number.cuh"
 #include "common/work.cuh"
 #include "nodes/call_start.cuh"
+#include "nodes/copies.cuh"
 
-constexpr int kWarps = kCombineNodesThreads / 32, kExposeWarps = kWarps / 8, kEmptyWarps = kWarps / 4, kReduceWarps = kWarps / 4;
-static_assert(kExposeWarps > 0);
+constexpr int kWarps = kCombineNodesThreads / 32;
 constexpr int kRowVecs = kRowBytes / 16;
 constexpr int kMostHeld = kHasTma ? 8 : 4;  // vectors that a lane loads before it adds them up
 
@@ -42,7 +47,8 @@ struct Routes {
   u64 x[kRanksPerNode];  // addresses of the rows that each rank of this node exposes; here: of y
   u64 weights[kRanksPerNode];
   i64 capacity[kRanksPerNode];  // rows of dispatch that fit there
-  i32 staged_first[kNumFlows];  // the first row of each flow in staging
+  i32 first_sum[kNumFlows];     // the first of the sums that arrive through each flow
+  bool returns_credits;         // this GPU does not reach the memory of all ranks that send sums
   u32 verdict;
 };
 
@@ -66,10 +72,12 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
     routes.capacity[lane] = window->capacity;
   }
   if (lane == 0) {
-    i32 staged = 0;
+    i32 sums = 0;
+    routes.returns_credits = false;
     for (int f = 0; f < kNumFlows; ++f) {
-      routes.staged_first[f] = staged;
-      staged += at<const i32>(p.handle, kHandleFlowTokens)[f];
+      routes.first_sum[f] = sums;
+      sums += at<const i32>(p.handle, kHandleFlowTokens)[f];
+      if (!network_of(p, far_end(p, f))) routes.returns_credits = true;
     }
     routes.verdict = verdict;
   }
@@ -79,33 +87,45 @@ __device__ __forceinline__ const float* weights_at(u64 array, i64 row) { return 
 
 // --- rows of this node --------------------------------------------------------------------------------------------------------------
 
-// Copies the rows that ranks of this node read here, and raises a flag at each of them for kExposedRows rows.
-__device__ inline void expose_rows(const Params& p, u32 epoch) {
-  if (kRanksPerNode == 1) return;
-  const i32* first_row = at<const i32>(p.handle, kHandleFirstRow);
-  const i64 num_recv = min(static_cast<i64>(*at<const i32>(p.handle, kHandleNumRecv)), p.capacity);
-  const int next_node = near_rank(p, 0) + kRanksPerNode;
-  // On the direct path this rank sends the rows of other nodes itself.
-  const i64 begin = kDirect ? min(static_cast<i64>(first_row[near_rank(p, 0)]), num_recv) : 0;
-  const i64 end = kDirect && next_node < kNumRanks ? min(static_cast<i64>(first_row[next_node]), num_recv) : num_recv;
-  const u64 base = p.peers[p.rank];
-  const int lane = lane_idx(), first_chunk = begin / kExposedRows;
-  const int end_chunk = end > begin ? static_cast<int>((end - 1) / kExposedRows) + 1 : first_chunk;
-  u32* tickets = &at<State>(p.state, 0)->nodes_copied;
-  for (int chunk = first_chunk + claim(tickets); chunk < end_chunk; chunk = first_chunk + claim(tickets)) {
+// Claims rows that ranks of this node read here, kExposedRows for each flag. Returns whether there are some.
+struct ExposedRows {
+  const Params& p;
+  i64 begin, end;
+
+  __device__ explicit ExposedRows(const Params& p) : p(p), begin(0), end(0) {
+    if (kRanksPerNode == 1) return;
+    const i32* first_row = at<const i32>(p.handle, kHandleFirstRow);
+    const i64 num_recv = min(static_cast<i64>(*at<const i32>(p.handle, kHandleNumRecv)), p.capacity);
+    const int next_node = near_rank(p, 0) + kRanksPerNode;
+    // On the direct path this rank sends the rows of other nodes itself.
+    begin = kDirect ? min(static_cast<i64>(first_row[near_rank(p, 0)]), num_recv) : 0;
+    end = kDirect && next_node < kNumRanks ? min(static_cast<i64>(first_row[next_node]), num_recv) : num_recv;
+  }
+
+  __device__ __forceinline__ bool operator()(Rows<1>& rows) const {
+    if (begin >= end) return false;
+    const int lane = lane_idx(), chunk = static_cast<int>(begin / kExposedRows) + claim(&at<State>(p.state, 0)->nodes_copied);
     const i64 first = max(begin, static_cast<i64>(chunk) * kExposedRows), last = min(end, static_cast<i64>(chunk + 1) * kExposedRows);
-    for (i64 row = first; row < last; ++row) {
-      warp_copy(at<char>(base + p.exposed_offset, row * kRowBytes), at<const char>(p.y, row * kRowBytes), kRowBytes);
-    }
+    if (first >= last) return false;
+    const u64 base = p.peers[p.rank];
     if (p.topk_weights) {
       float* to = at<float>(base, p.exposed_weights_offset);
       for (i64 i = first * kNumTopk + lane; i < last * kNumTopk; i += 32) to[i] = weights_at(p.topk_weights, 0)[i];
     }
-    fence_release_sys();
-    __syncwarp();
-    if (lane < kRanksPerNode)
-      st_release_sys(at<u32>(p.peers[near_rank(p, lane)], kControlExposedFlags) + near_index(p.rank) * kMaxExposedChunks + chunk, epoch);
+    rows.count = static_cast<int>(last - first);
+    rows.from = p.y + (first + lane) * kRowBytes;
+    rows.to[0] = base + p.exposed_offset + (first + lane) * kRowBytes;
+    rows.when_read = kNoSignal;
+    rows.when_written = signal_of(kExposedSignal, 0, chunk);
+    return true;
   }
+};
+
+// Called by a whole warp.
+__device__ __forceinline__ void raise_exposed(const Params& p, u32 epoch, int chunk) {
+  const int lane = lane_idx();
+  if (lane < kRanksPerNode)
+    st_relaxed_sys(at<u32>(p.peers[near_rank(p, lane)], kControlExposedFlags) + near_index(p.rank) * kMaxExposedChunks + chunk, epoch);
 }
 
 // Waits until a row of a rank of this node may be read.
@@ -164,61 +184,131 @@ __device__ inline void add_weights(const Params& p, const Routes& routes, int fa
   }
 }
 
-// `Form`: of the rows between nodes.
-template <class Form>
-__device__ inline bool fill_chunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
-  if (!await_credit(p, epoch, flow, chunk)) return false;
-  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = min(p.chunk_tokens, flow_tokens - first);
-  const int source = far_end(p, flow), fan_begin = kDirect ? near_index(p.rank) : 0;
-  const u64 slot = network_base(p) + send_slot(slot_of(flow, chunk));
-  const i32* recv_pos = at<const i32>(p.handle, kHandleRecvPos) + (static_cast<i64>(flow) * kNumMaxTokens + first) * kFan;
-  auto row_at = [&](int i) {  // i / kFan: the token in the chunk; i % kFan: the rank of the fan. -1: no row
+__device__ __forceinline__ int tokens_of(const Params& p, int chunk, int flow_tokens) {
+  return min(p.chunk_tokens, flow_tokens - chunk * p.chunk_tokens);
+}
+
+// The offset of the sums of a chunk at the rank of its tokens. Their weights follow.
+__device__ __forceinline__ u64 sums_offset(const Params& p, int first_sum, int chunk) {
+  return kNetworkRecvSums + static_cast<u64>(first_sum + chunk * p.chunk_tokens) * p.sum_stride;
+}
+
+__device__ __forceinline__ u64 sum_word(int flow, int chunk) {
+  return kNetworkSumWords + (static_cast<u64>(flow) * kNumMaxTokens + chunk) * sizeof(u64);
+}
+
+__device__ __forceinline__ u64 sums_there(const Params& p, int flow, int chunk) {
+  return sums_offset(p, at<const i32>(p.handle, kHandleFlowFirstSum)[flow], chunk);
+}
+
+// Where this rank writes a chunk of sums: to their last place if it reaches that, otherwise to its own slot.
+__device__ __forceinline__ u64 sums_to_fill(const Params& p, int flow, int chunk) {
+  const u64 theirs = network_of(p, far_end(p, flow));
+  return theirs ? theirs + sums_there(p, flow, chunk) : network_base(p) + send_slot(slot_of(flow, chunk));
+}
+
+// Called by a whole warp, which has released the chunk.
+__device__ inline void send_sums(const Params& p, u32 epoch, int flow, int chunk, int flow_tokens) {
+  const int other = far_end(p, flow);
+  const u64 word = sum_word(flow_from(p, other), chunk), value = tag_of(epoch, chunk + 1);
+  if (network_of(p, other)) return send_word(p, other, word, value);
+  const u64 num_bytes = tokens_of(p, chunk, flow_tokens) * (kSentRowBytes + (p.topk_weights ? kNumTopk * sizeof(float) : 0));
+  put(p, other, sums_there(p, flow, chunk), send_slot(slot_of(flow, chunk)), num_bytes, word, value);
+}
+
+// Whether sums of a chunk may be written.
+__device__ __forceinline__ bool can_fill(const Params& p, u32 epoch, int flow, int chunk, u32& seen) {
+  return network_of(p, far_end(p, flow)) || has_credit(p, epoch, flow, chunk, seen);
+}
+
+// The row of each token of a chunk at each rank of the fan: token i / kFan, rank i % kFan. -1: no row.
+struct RowsOfChunk {
+  const Params& p;
+  const Routes& routes;
+  u32 epoch;
+  int source, fan_begin;
+  const i32* recv_pos;
+
+  __device__ RowsOfChunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk)
+      : p(p), routes(routes), epoch(epoch), source(far_end(p, flow)), fan_begin(kDirect ? near_index(p.rank) : 0) {
+    recv_pos = at<const i32>(p.handle, kHandleRecvPos) + (static_cast<i64>(flow) * kNumMaxTokens + chunk * p.chunk_tokens) * kFan;
+  }
+
+  __device__ __forceinline__ i32 operator()(int i) const {
     const int index = fan_begin + i % kFan, pos = recv_pos[i];
     const i64 row = pos < 0 ? -1 : first_row_at(p, epoch, index, source) + pos;
     return row < routes.capacity[index] ? static_cast<i32>(row) : -1;  // dispatch had no room for other rows
-  };
+  }
+};
+
+// Where a token's only row is its sum: writes all of a chunk but its rows, and returns these.
+__device__ __forceinline__ Rows<1> fill_rows(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
+  const int lane = lane_idx(), num_tokens = tokens_of(p, chunk, flow_tokens);
+  const RowsOfChunk row_at(p, routes, epoch, flow, chunk);
+  const u64 to = sums_to_fill(p, flow, chunk);
+  const i32 row[kFan] = {lane < num_tokens ? row_at(lane * kFan) : -1};
+  if (p.topk_weights) add_weights(p, routes, row_at.fan_begin, row, num_tokens, at<float>(to, num_tokens * kSentRowBytes));
+  for (u32 missing = __ballot_sync(~0u, lane < num_tokens && row[0] < 0); missing; missing &= missing - 1) {
+    const u64 place = to + static_cast<u64>(__ffs(missing) - 1) * kRowBytes;
+    for (int i = lane; i < kRowVecs; i += 32) st_vec(at<Vec16>(place, 0) + i, {});
+  }
+  Rows<1> rows;
+  rows.count = num_tokens;
+  rows.from = p.y + static_cast<i64>(row[0]) * kRowBytes;
+  rows.to[0] = row[0] < 0 ? 0 : to + static_cast<u64>(lane) * kRowBytes;
+  rows.when_read = kNoSignal;
+  rows.when_written = signal_of(kPutSignal, flow, chunk);
+  return rows;
+}
+
+// Makes the sums of a chunk, and sends it. `Form`: of the rows between nodes. False: a wait timed out.
+template <class Form>
+__device__ inline bool fill_chunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
+  const int lane = lane_idx(), num_tokens = tokens_of(p, chunk, flow_tokens);
+  const RowsOfChunk row_at(p, routes, epoch, flow, chunk);
   bool ok = true;
+  if (lane == 0) {
+    ok = wait_until(p, epoch, kPhaseNodeRoom, far_end(p, flow), [&](u32& seen) { return can_fill(p, epoch, flow, chunk, seen); });
+  }
   for (int i = lane; i < num_tokens * kFan && ok; i += 32) {
     const i32 row = row_at(i);
-    if (row >= 0) ok = await_row(p, epoch, fan_begin + i % kFan, row);
+    if (row >= 0) ok = await_row(p, epoch, row_at.fan_begin + i % kFan, row);
   }
-  __syncwarp();  // all lanes read after what each lane acquired
+  __syncwarp();  // all lanes read and write after what each lane acquired
   if (!__all_sync(~0u, ok)) return false;
   i32 row[kFan];  // of token `lane`
 #pragma unroll
   for (int d = 0; d < kFan; ++d) row[d] = lane < num_tokens ? row_at(lane * kFan + d) : -1;
-  if (p.topk_weights) add_weights(p, routes, fan_begin, row, num_tokens, at<float>(slot, p.chunk_weights));
+  const u64 to = sums_to_fill(p, flow, chunk);
+  if (p.topk_weights) add_weights(p, routes, row_at.fan_begin, row, num_tokens, at<float>(to, num_tokens * kSentRowBytes));
   for (int j = 0; j < num_tokens; ++j) {
     u64 rows[kFan];
 #pragma unroll
     for (int d = 0; d < kFan; ++d) {
       const i64 at_row = __shfl_sync(~0u, row[d], j);
-      rows[d] = at_row >= 0 ? routes.x[fan_begin + d] + at_row * kRowBytes : 0;
+      rows[d] = at_row >= 0 ? routes.x[row_at.fan_begin + d] + at_row * kRowBytes : 0;
     }
-    Form::write_node_sum(rows, slot + p.chunk_rows + static_cast<u64>(j) * kSentRowBytes);
+    Form::write_node_sum(rows, to + static_cast<u64>(j) * kSentRowBytes);
   }
-  put_chunk(p, epoch, flow, chunk, p.chunk_rows + static_cast<u64>(num_tokens) * kSentRowBytes);
-  return true;
-}
-
-__device__ __forceinline__ u32* staged_flag(const Params& p, int flow, int chunk) {
-  return at<u32>(p.state, kLocalStagedFlags) + static_cast<i64>(flow) * kNumMaxTokens + chunk;
-}
-
-__device__ inline bool empty_chunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
-  if (!await_chunk(p, epoch, flow, chunk, kPhaseNodeSums)) return false;
-  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = min(p.chunk_tokens, flow_tokens - first);
-  const u64 slot = network_base(p) + recv_slot(slot_of(flow, chunk));
-  const i64 row = routes.staged_first[flow] + first;
-  warp_copy(at<char>(p.sums, row * kSentRowBytes), at<const char>(slot, p.chunk_rows), num_tokens * kSentRowBytes);
-  if (p.topk_weights) {
-    float* to = at<float>(p.sum_weights, 0) + row * kNumTopk;
-    for (int i = lane; i < num_tokens * kNumTopk; i += 32) to[i] = at<const float>(slot, p.chunk_weights)[i];
-  }
+  fence_release_sys();  // each lane: all that the lanes wrote
   __syncwarp();
-  if (lane == 0) st_release_sys(staged_flag(p, flow, chunk), epoch);
-  return_credit(p, epoch, flow, chunk, num_chunks(flow_tokens, p.chunk_tokens));
+  send_sums(p, epoch, flow, chunk, flow_tokens);
   return true;
+}
+
+__device__ inline bool await_sums(const Params& p, u32 epoch, int flow, int chunk) {
+  return wait_tag(p, sum_word(flow, chunk), epoch, chunk + 1, kPhaseNodeSums, far_end(p, flow));
+}
+
+// Returns credits for the chunks whose sums have arrived by a put. Called by a whole warp.
+__device__ inline void return_credits(const Params& p, u32 epoch) {
+  const i32* received = at<const i32>(p.handle, kHandleFlowTokens);
+  for_each_chunk(&at<State>(p.state, 0)->nodes_emptied, received, p.chunk_tokens, [&](int flow, int chunk) {
+    if (!needs_credit(chunk, num_chunks(received[flow], p.chunk_tokens)) || network_of(p, far_end(p, flow))) return true;
+    const bool ok = __all_sync(~0u, lane_idx() != 0 || await_sums(p, epoch, flow, chunk));
+    if (ok) send_credit(p, epoch, flow, chunk);
+    return ok;
+  });
 }
 
 // --- sums of this rank's tokens -----------------------------------------------------------------------------------------------------
@@ -288,10 +378,12 @@ __device__ inline int find_parts(const Params& p, const Routes& routes, u32 epoc
   } else if (rank >= 0 && entry.flow_pos >= 0) {
     const int flow = flow_to(p, rank);
     key = rank;
-    ok = wait_epoch(p, staged_flag(p, flow, entry.flow_pos / p.chunk_tokens), epoch, kPhaseNodeSums, far_end(p, flow));
-    const i64 at_row = routes.staged_first[flow] + entry.flow_pos;
-    row = p.sums + at_row * kSentRowBytes;
-    weights = reinterpret_cast<u64>(weights_at(p.sum_weights, at_row));
+    const int chunk = entry.flow_pos / p.chunk_tokens, index = entry.flow_pos - chunk * p.chunk_tokens;
+    const int in_chunk = tokens_of(p, chunk, at<const i32>(p.handle, kHandleFlowTokens)[flow]);
+    ok = await_sums(p, epoch, flow, chunk);
+    const u64 sums = network_base(p) + sums_offset(p, routes.first_sum[flow], chunk);
+    row = sums + static_cast<u64>(index) * kSentRowBytes;
+    weights = reinterpret_cast<u64>(weights_at(sums + static_cast<u64>(in_chunk) * kSentRowBytes, index));
   }
   if (!__all_sync(~0u, ok)) return -1;
   int before = 0;  // rows of smaller ranks
@@ -395,6 +487,7 @@ __device__ inline void count_rows(const Params& p, bool failed) {
 
 // Rows travel as they are. The other form is CompressedSums.
 struct PlainSums {
+  static constexpr bool kIsPlain = true;
   __device__ static __forceinline__ void write_node_sum(const u64 (&rows)[kFan], u64 to) { write_plain_sum(rows, to); }
   __device__ static __forceinline__ void reduce_token(const Params& p, const Parts& parts, int num_parts, int token) {
     reduce_plain_token(p, parts, num_parts, token);
@@ -407,9 +500,40 @@ __device__ inline void poison_results(const Params& p, u64 thread, u64 num_threa
   if (p.out_topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), thread, num_threads);
 }
 
-// The whole kernel. `routes` and `parts`, one for each warp, lie in shared memory.
+// Whether each sum is a row.
 template <class Form>
-__device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& routes, Parts* parts) {
+constexpr bool kSendsRows = Form::kIsPlain && kFan == 1;
+
+template <class Form, class Copies>
+__device__ __forceinline__ void copy_rows(const Params& p, const Routes& routes, u32 epoch, Copies copies) {
+  auto none = [](int, int) { return Rows<1>(); };
+  if constexpr (kSendsRows<Form>) {
+    const i32* sent = at<const i32>(p.handle, kHandleFlowRecv);
+    move_rows<false, Rows<1>>(
+        p, epoch, kPhaseNodeRows, copies, Chunks(&at<State>(p.state, 0)->nodes_filled, sent, p.chunk_tokens), NoChunks(),
+        [&](int flow, int chunk, u32& seen) { return can_fill(p, epoch, flow, chunk, seen); }, NeverReady(), ExposedRows(p),
+        [&](int flow, int chunk) { return fill_rows(p, routes, epoch, flow, chunk, sent[flow]); }, none);
+  } else {
+    move_rows<false, Rows<1>>(p, epoch, kPhaseNodeRows, copies, NoChunks(), NoChunks(), NeverReady(), NeverReady(), ExposedRows(p), none,
+                              none);
+  }
+}
+
+// Raises what follows rows. Called by a whole warp.
+struct RaiseOne {
+  const Params& p;
+  u32 epoch;
+
+  __device__ __forceinline__ void operator()(Signal s) const {
+    if (kind_of(s) == kExposedSignal) return raise_exposed(p, epoch, chunk_of(s));
+    send_sums(p, epoch, flow_of(s), chunk_of(s), at<const i32>(p.handle, kHandleFlowRecv)[flow_of(s)]);
+  }
+};
+
+// The whole kernel. `routes` and `parts`, one for each warp, lie in shared memory. copy(epoch) is the work of the copy warps and of the
+// signal warp. It does nothing in the other warps.
+template <class Form, int kCopyWarps, class Copy>
+__device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& routes, Parts* parts, Copy copy) {
   State* state = at<State>(p.state, 0);
   if (p.choice > 0 && state->nodes_differs) return;
   const int warp = warp_idx(), lane = lane_idx();
@@ -424,17 +548,15 @@ __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& rout
   __syncthreads();
 
   if (routes.verdict == kAgreed) {
-    constexpr int kFirstFill = kEmptyWarps + kReduceWarps;
-    if (warp >= kWarps - kExposeWarps) expose_rows(p, epoch);
-    if (warp >= kFirstFill) {
-      const i32* sent = at<const i32>(p.handle, kHandleFlowRecv);
-      for_each_chunk(&state->nodes_filled, sent, p.chunk_tokens,
-                     [&](int flow, int chunk) { return fill_chunk<Form>(p, routes, epoch, flow, chunk, sent[flow]); });
-    }
-    if (warp < kEmptyWarps || warp >= kFirstFill) {
-      const i32* received = at<const i32>(p.handle, kHandleFlowTokens);
-      for_each_chunk(&state->nodes_emptied, received, p.chunk_tokens,
-                     [&](int flow, int chunk) { return empty_chunk(p, routes, epoch, flow, chunk, received[flow]); });
+    const i32* sent = at<const i32>(p.handle, kHandleFlowRecv);
+    copy(epoch);
+    if (warp == kWarps - 1 && routes.returns_credits) return_credits(p, epoch);
+    if constexpr (!kSendsRows<Form>) {
+      constexpr int kFillWarps = kWarps / 3;
+      if (warp < kCopyWarps + kFillWarps) {
+        for_each_chunk(&state->nodes_filled, sent, p.chunk_tokens,
+                       [&](int flow, int chunk) { return fill_chunk<Form>(p, routes, epoch, flow, chunk, sent[flow]); });
+      }
     }
     reduce_tokens<Form>(p, routes, epoch, parts[warp]);
   }

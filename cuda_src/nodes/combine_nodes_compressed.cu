@@ -30,6 +30,8 @@ __device__ __forceinline__ void load_plain(Vec16 (&held)[kVecsPerLane], u64 row,
 }
 
 struct CompressedSums {
+  static constexpr bool kIsPlain = false;
+
   // All lanes of a warp call this. Conversion needs whole warps, so lanes past the end of a row convert zeros.
   __device__ static __forceinline__ void write_node_sum(const u64 (&rows)[kFan], u64 to) {
     constexpr int kVecs = kFan > 4 ? 2 : kFan > 1 ? 4 : kMostHeld, kAtOnce = kVecs > kVecsPerLane ? kVecs / kVecsPerLane : 1;
@@ -133,7 +135,10 @@ struct CompressedSums {
 };
 
 extern "C" __global__ void __launch_bounds__(kCombineNodesThreads, 1) KERNEL(const __grid_constant__ Params p) {
+  constexpr int kCopyWarps = kWarps / 8;
   __shared__ Routes routes;
   __shared__ Parts parts[kWarps];
-  combine_over_nodes<CompressedSums>(p, routes, parts);
+  combine_over_nodes<CompressedSums, kCopyWarps>(p, routes, parts, [&](u32 epoch) {
+    if (warp_idx() < kCopyWarps) copy_rows<CompressedSums>(p, routes, epoch, WarpCopies<1, RaiseOne>{{p, epoch}, kRowBytes});
+  });
 }

@@ -1,33 +1,35 @@
 // dispatch_nodes: sends the rows of a known routing over several nodes to their final positions at the receivers.
 //
-// Roles of the warps in each block:
-// - Copy warps write the rows for the ranks of this node, with their small arrays, to their final positions. Then they fill.
-// - Fillers gather the tokens of a flow in a slot, a chunk at a time, and put the chunk to the gateway. A token crosses the network once
-//   for each flow. The chunk says where its rows belong at each rank of the fan. When no chunk is left to fill, they empty.
-// - Emptiers take chunks out of slots. They write each row to its final position at the ranks of the fan, and keep the positions for
+// Copy warps (copies.cuh) move three kinds of rows:
+// - Rows for this node go to their final positions at the receivers.
+// - A chunk of a flow is gathered in a slot. It lies at the gateway if this GPU reaches that memory. Otherwise it lies here, and a put
+//   carries it. A token crosses the network once for each flow. The chunk says where its rows belong at each rank of the fan.
+// - A chunk that has arrived leaves its slot: each row goes to its final position at the ranks of the fan. The warp keeps the positions for
 //   combine.
+// Chunks come first, and rows for this node fill the time in which no chunk can move. The warp that moves rows also writes their small
+// arrays.
 //
 // Protocol:
 // 1. The ranks agree on the call (call_start.cuh). Before that no byte of a row moves.
 // 2. Rows move.
 // 3. The last block of a rank to finish raises a flag at each rank of its node, and waits for their flags. Its flag releases the writes of
-// all
-//    blocks: this rank's own rows for that rank, and those that it took out of its flows.
+//    all blocks: this rank's own rows for that rank, and those that it took out of its flows.
 // The last block also resets the counters of State, and advances State::nodes_epoch.
 //
-// Why no rank waits for ever, and why memory may be used again: see nodes.cuh and call_start.cuh. One flag for each rank of the node is
-// enough: a rank raises the flag of epoch k + 1 after it has read window k + 1 of this rank, which this rank published after its kernel k
-// saw flag k.
+// Why no rank waits for ever, and why memory may be used again: see nodes.cuh, copies.cuh and call_start.cuh. One flag for each rank of the
+// node is enough: a rank raises the flag of epoch k + 1 after it has read window k + 1 of this rank, which this rank published after its
+// kernel k saw flag k.
 //
 // Bytes: a row crosses the network once for each flow of its token, and NVLink once for each receiver. It is written to memory once more at
-// each end of a flow, and read once more.
+// the gateway, and read once more there. A put reads and writes it once more here.
 #include "common/work.cuh"
 #include "nodes/call_start.cuh"
+#include "nodes/copies.cuh"
 #include "throughput/results.cuh"
 
-constexpr int kWarps = kNodesThreads / 32, kFillWarps = kWarps / 4, kEmptyWarps = kWarps / 4;
-static_assert(kWarps >= 4);
-constexpr int kCopyRows = 8;  // rows that a copy warp claims at once
+constexpr int kCopyWarps = kDispatchNodesCopyWarps;
+constexpr int kCopyRows = 8;  // rows of this node that a copy warp claims at once
+using Group = Rows<kFan>;
 
 struct Routes {
   u64 x[kRanksPerNode];  // addresses of the arrays of each rank of this node
@@ -90,7 +92,7 @@ struct SmallArrays {
 
 // Writes the expert numbers and weights as the receivers see them.
 template <class Index, int kPlaces>
-__device__ inline void write_topk(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, const SmallArrays& from) {
+__device__ __forceinline__ void write_topk(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, const SmallArrays& from) {
   const int num_choices = tokens.count * kNumTopk;
   for (int first = 0; first < num_choices; first += 32) {
     const int i = first + lane_idx(), j = i / kNumTopk % 32, k = i % kNumTopk;
@@ -112,7 +114,7 @@ __device__ inline void write_topk(const Params& p, const Routes& routes, const T
 }
 
 template <int kPlaces>
-__device__ inline void write_scales(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, u64 scales) {
+__device__ __forceinline__ void write_scales(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, u64 scales) {
   const u32 words = p.scale_bytes / 4, num_words = tokens.count * words;
   for (u32 first = 0; first < num_words; first += 32) {
     const u32 i = first + lane_idx(), j = i / words % 32, word = i % words;
@@ -129,7 +131,7 @@ __device__ inline void write_scales(const Params& p, const Routes& routes, const
 
 // Called by a whole warp.
 template <int kPlaces>
-__device__ inline void write_small(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, const SmallArrays& from) {
+__device__ __forceinline__ void write_small(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, const SmallArrays& from) {
 #pragma unroll
   for (int d = 0; d < kPlaces; ++d) {
     if (lane_idx() < tokens.count && tokens.row[d] >= 0)
@@ -147,30 +149,43 @@ __device__ inline void write_small(const Params& p, const Routes& routes, const 
 
 // --- rows for this node -------------------------------------------------------------------------------------------------------------
 
-__device__ inline void copy_near_rows(const Params& p, const Routes& routes, u32 epoch) {
-  const i32 *near_list = at<const i32>(p.handle, kHandleNearList), *num_sent = at<const i32>(p.handle, kHandleNumSent);
-  const int begin = near_rank(p, 0), lane = lane_idx();
-  int most = 0;
-  for (int i = 0; i < kRanksPerNode; ++i) most = max(most, num_sent[begin + i]);
-  const int end = (most + kCopyRows - 1) / kCopyRows * kRanksPerNode;
-  u32* tickets = &at<State>(p.state, 0)->nodes_copied;
-  for (int item = claim(tickets); item < end; item = claim(tickets)) {
+// Claims rows for ranks of this node, and writes their small arrays. Returns whether there are some.
+struct NearRows {
+  const Params& p;
+  const Routes& routes;
+  u32 epoch;
+  int end;
+
+  __device__ NearRows(const Params& p, const Routes& routes, u32 epoch) : p(p), routes(routes), epoch(epoch) {
+    int most = 0;
+    for (int i = 0; i < kRanksPerNode; ++i) most = max(most, num_sent()[near_rank(p, i)]);
+    end = (most + kCopyRows - 1) / kCopyRows * kRanksPerNode;
+  }
+
+  __device__ __forceinline__ const i32* num_sent() const { return at<const i32>(p.handle, kHandleNumSent); }
+
+  __device__ __forceinline__ bool operator()(Group& rows) const {
+    const int item = claim(&at<State>(p.state, 0)->nodes_copied), lane = lane_idx();
+    if (item >= end) return false;
     const int chunk = item / kRanksPerNode, index = (item + chunk + p.rank) % kRanksPerNode;
     const int position = chunk * kCopyRows + lane;
     Tokens<1> tokens;
-    tokens.count = max(0, min(kCopyRows, num_sent[begin + index] - chunk * kCopyRows));
+    tokens.count = max(0, min(kCopyRows, num_sent()[near_rank(p, index)] - chunk * kCopyRows));
     tokens.source = p.rank;
     tokens.first_index = index;
-    tokens.token = tokens.element = lane < tokens.count ? near_list[index * kNumMaxTokens + position] : 0;
+    tokens.token = tokens.element = lane < tokens.count ? at<const i32>(p.handle, kHandleNearList)[index * kNumMaxTokens + position] : 0;
     tokens.row[0] = lane < tokens.count ? first_row_at(p, epoch, index, p.rank) + position : -1;
     if (tokens.row[0] >= routes.capacity[index]) tokens.row[0] = -1;
     write_small(p, routes, tokens, {p.topk_idx, p.topk_weights, p.scales});
-    for (int j = 0; j < tokens.count; ++j) {
-      const i64 row = __shfl_sync(~0u, tokens.row[0], j), token = __shfl_sync(~0u, tokens.token, j);
-      if (row >= 0) warp_copy(at<char>(routes.x[index], row * p.row_bytes), at<const char>(p.x, token * p.row_bytes), p.row_bytes);
-    }
+    rows.count = tokens.count;
+    rows.from = p.x + static_cast<u64>(tokens.token) * p.row_bytes;
+#pragma unroll
+    for (int d = 0; d < kFan; ++d) rows.to[d] = 0;
+    if (tokens.row[0] >= 0) rows.to[0] = routes.x[index] + tokens.row[0] * p.row_bytes;
+    rows.when_read = rows.when_written = kNoSignal;
+    return true;
   }
-}
+};
 
 // --- rows for other nodes -----------------------------------------------------------------------------------------------------------
 
@@ -184,10 +199,14 @@ __device__ inline void fill_small(u64 to, u64 from, u32 num_bytes, int my_token,
   }
 }
 
-__device__ inline bool fill_chunk(const Params& p, u32 epoch, int flow, int chunk, int flow_tokens) {
-  if (!await_credit(p, epoch, flow, chunk)) return false;
-  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = min(p.chunk_tokens, flow_tokens - first);
-  const u64 slot = network_base(p) + send_slot(slot_of(flow, chunk));
+__device__ __forceinline__ int tokens_of(const Params& p, int chunk, int flow_tokens) {
+  return min(p.chunk_tokens, flow_tokens - chunk * p.chunk_tokens);
+}
+
+// Writes all of a chunk but its rows, and returns these.
+__device__ __forceinline__ Group fill_chunk(const Params& p, int flow, int chunk, int flow_tokens) {
+  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = tokens_of(p, chunk, flow_tokens);
+  const u64 slot = slot_to_fill(p, flow, chunk);
   ChunkHead* head = at<ChunkHead>(slot, 0);
   int my_token = 0;
   if (lane < num_tokens) {
@@ -204,38 +223,20 @@ __device__ inline bool fill_chunk(const Params& p, u32 epoch, int flow, int chun
   if (p.topk_idx) fill_small(slot + p.chunk_topk_idx, p.topk_idx, kNumTopk * p.idx_bytes, my_token, num_tokens);
   if (p.topk_weights) fill_small(slot + p.chunk_weights, p.topk_weights, kNumTopk * sizeof(float), my_token, num_tokens);
   if (p.scales) fill_small(slot + p.chunk_scales, p.scales, p.scale_bytes, my_token, num_tokens);
-  for (int j = 0; j < num_tokens; ++j) {
-    const i64 token = __shfl_sync(~0u, my_token, j);
-    warp_copy(at<char>(slot, p.chunk_rows + j * p.row_bytes), at<const char>(p.x, token * p.row_bytes), p.row_bytes);
-  }
-  put_chunk(p, epoch, flow, chunk, p.chunk_rows + num_tokens * p.row_bytes);
-  return true;
+  Group rows;
+  rows.count = num_tokens;
+  rows.from = p.x + static_cast<u64>(my_token) * p.row_bytes;
+#pragma unroll
+  for (int d = 0; d < kFan; ++d) rows.to[d] = 0;
+  rows.to[0] = slot + p.chunk_rows + static_cast<u64>(lane) * p.row_bytes;
+  rows.when_read = kNoSignal;
+  rows.when_written = signal_of(kPutSignal, flow, chunk);
+  return rows;
 }
 
-// Writes a row to up to kFan places; 0: not there.
-__device__ inline void copy_to_fan(const u64 (&to)[kFan], u64 from, int row_bytes) {
-  constexpr int kInFlight = 8;
-  const int count = row_bytes / 16;
-  for (int i = lane_idx(); i < count; i += kInFlight * 32) {
-    Vec16 held[kInFlight];
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      if (i + j * 32 < count) held[j] = ld_streaming(at<const Vec16>(from, 0) + i + j * 32);
-    }
-#pragma unroll
-    for (int d = 0; d < kFan; ++d) {
-      if (to[d] == 0) continue;
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        if (i + j * 32 < count) st_vec(at<Vec16>(to[d], 0) + i + j * 32, held[j]);
-      }
-    }
-  }
-}
-
-__device__ inline bool empty_chunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
-  if (!await_chunk(p, epoch, flow, chunk, kPhaseNodeRows)) return false;
-  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = min(p.chunk_tokens, flow_tokens - first);
+// Takes all of a chunk but its rows out of its slot, and returns these.
+__device__ __forceinline__ Group empty_chunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
+  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = tokens_of(p, chunk, flow_tokens);
   const int source = far_end(p, flow), fan_begin = kDirect ? near_index(p.rank) : 0;
   const u64 slot = network_base(p) + recv_slot(slot_of(flow, chunk));
   const ChunkHead* head = at<const ChunkHead>(slot, 0);
@@ -246,39 +247,58 @@ __device__ inline bool empty_chunk(const Params& p, const Routes& routes, u32 ep
   tokens.first_index = fan_begin;
   tokens.token = lane < num_tokens ? head->tokens[lane] : 0;
   tokens.element = lane;
+  Group rows;
 #pragma unroll
   for (int d = 0; d < kFan; ++d) {
     tokens.row[d] = -1;
+    rows.to[d] = 0;
     if (lane >= num_tokens) continue;
     const int pos = recv_pos[lane * kFan + d] = head->pos[lane * kFan + d];
     const i64 row = pos < 0 ? -1 : first_row_at(p, epoch, fan_begin + d, source) + pos;
-    if (row < routes.capacity[fan_begin + d]) tokens.row[d] = row;
+    if (row < 0 || row >= routes.capacity[fan_begin + d]) continue;
+    tokens.row[d] = row;
+    rows.to[d] = routes.x[fan_begin + d] + row * p.row_bytes;
   }
   SmallArrays from = {};
   if (p.topk_idx) from.topk_idx = slot + p.chunk_topk_idx;
   if (p.topk_weights) from.topk_weights = slot + p.chunk_weights;
   if (p.scales) from.scales = slot + p.chunk_scales;
   write_small(p, routes, tokens, from);
-  for (int j = 0; j < num_tokens; ++j) {
-    u64 to[kFan];
-#pragma unroll
-    for (int d = 0; d < kFan; ++d) {
-      const i64 row = __shfl_sync(~0u, tokens.row[d], j);
-      to[d] = row < 0 ? 0 : routes.x[fan_begin + d] + row * p.row_bytes;
-    }
-    copy_to_fan(to, slot + p.chunk_rows + static_cast<u64>(j) * p.row_bytes, p.row_bytes);
-  }
-  return_credit(p, epoch, flow, chunk, num_chunks(flow_tokens, p.chunk_tokens));
-  return true;
+  rows.count = num_tokens;
+  rows.from = slot + p.chunk_rows + static_cast<u64>(lane) * p.row_bytes;
+  const bool is_awaited = needs_credit(chunk, num_chunks(flow_tokens, p.chunk_tokens));
+  rows.when_read = is_awaited ? signal_of(kCreditSignal, flow, chunk) : kNoSignal;
+  rows.when_written = kNoSignal;
+  return rows;
 }
 
 // --- the rest -----------------------------------------------------------------------------------------------------------------------
 
 // Called by the copy warps.
 __device__ inline void write_own_padding(const Params& p) {
-  constexpr int kCopyWarps = kWarps - kFillWarps - kEmptyWarps;
-  const i64 worker = (blockIdx.x * kCopyWarps + warp_idx() - kFillWarps - kEmptyWarps) * 32 + lane_idx();
+  const i64 worker = (blockIdx.x * kCopyWarps + warp_idx()) * 32 + lane_idx();
   write_padding(p, worker, static_cast<i64>(gridDim.x) * kCopyWarps * 32, *at<const i32>(p.handle, kHandleNumRecv));
+}
+
+// Called by a whole warp.
+__device__ inline void raise(const Params& p, u32 epoch, Signal s) {
+  const int flow = flow_of(s), chunk = chunk_of(s);
+  if (kind_of(s) == kCreditSignal) return send_credit(p, epoch, flow, chunk);
+  const int num_tokens = tokens_of(p, chunk, at<const i32>(p.handle, kHandleFlowTokens)[flow]);
+  send_chunk(p, epoch, flow, chunk, p.chunk_rows + static_cast<u64>(num_tokens) * p.row_bytes);
+}
+
+template <class Copies>
+__device__ __forceinline__ void copy_rows(const Params& p, const Routes& routes, u32 epoch, Copies copies) {
+  State* state = at<State>(p.state, 0);
+  const i32 *sent = at<const i32>(p.handle, kHandleFlowTokens), *received = at<const i32>(p.handle, kHandleFlowRecv);
+  move_rows<true, Group>(
+      p, epoch, kPhaseNodeRows, copies, Chunks(&state->nodes_filled, sent, p.chunk_tokens),
+      Chunks(&state->nodes_emptied, received, p.chunk_tokens),
+      [&](int flow, int chunk, u32& seen) { return has_credit(p, epoch, flow, chunk, seen); },
+      [&](int flow, int chunk, u32& seen) { return has_arrived(p, epoch, flow, chunk, seen); }, NearRows(p, routes, epoch),
+      [&](int flow, int chunk) { return fill_chunk(p, flow, chunk, sent[flow]); },
+      [&](int flow, int chunk) { return empty_chunk(p, routes, epoch, flow, chunk, received[flow]); });
 }
 
 // Called by one thread.
@@ -292,34 +312,41 @@ __device__ inline void count_rows(const Params& p, bool failed) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) dispatch_nodes(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kDispatchNodesThreads, 1) dispatch_nodes(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->nodes_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);
   if (p.repeats && !was_dispatched(p, serial)) {
-    poison_results<u64>(p, blockIdx.x * kNodesThreads + threadIdx.x, gridDim.x * kNodesThreads);
+    poison_results<u64>(p, blockIdx.x * kDispatchNodesThreads + threadIdx.x, gridDim.x * kDispatchNodesThreads);
     return;
   }
   clear_next_waits_of_nodes(p, epoch);
-  if (warp == 0) read_routes(p, epoch, serial, routes);
-  __syncthreads();
-
+  auto raise_one = [&](Signal s) { raise(p, epoch, s); };
+  if constexpr (kHasTma) {
+    constexpr int kStages = kDispatchNodesStages;
+    __shared__ SignalRing ring;
+    __shared__ Staged staged[kCopyWarps * kStages];
+    __shared__ u64 barriers[kCopyWarps * kStages];
+    ring.clear();
+    if (warp == 0) read_routes(p, epoch, serial, routes);
+    __syncthreads();
+    if (routes.verdict == kAgreed && warp < kCopyWarps) {
+      const int first = warp * kStages;
+      copy_rows(p, routes, epoch,
+                BulkCopies<kFan, kStages>(stages + first * kNodesStageBytes, barriers + first, staged + first, &ring, p.row_bytes));
+    }
+    if (routes.verdict == kAgreed && warp == kCopyWarps) raise_signals<kCopyWarps>(ring, raise_one);
+  } else {
+    if (warp == 0) read_routes(p, epoch, serial, routes);
+    __syncthreads();
+    if (routes.verdict == kAgreed) copy_rows(p, routes, epoch, WarpCopies<kFan, decltype(raise_one)>{raise_one, p.row_bytes});
+  }
   if (routes.verdict == kAgreed) {
-    if (warp >= kFillWarps + kEmptyWarps) {
-      if (blockIdx.x == 0 && warp == kWarps - 1) copy_counts(p);
-      copy_near_rows(p, routes, epoch);
-      if (!p.refuses_more) write_own_padding(p);  // a caller that waits for counts gets no such rows
-    }
-    if (warp < kFillWarps || warp >= kFillWarps + kEmptyWarps) {
-      const i32* sent = at<const i32>(p.handle, kHandleFlowTokens);
-      for_each_chunk(&state->nodes_filled, sent, p.chunk_tokens,
-                     [&](int flow, int chunk) { return fill_chunk(p, epoch, flow, chunk, sent[flow]); });
-    }
-    const i32* received = at<const i32>(p.handle, kHandleFlowRecv);
-    for_each_chunk(&state->nodes_emptied, received, p.chunk_tokens,
-                   [&](int flow, int chunk) { return empty_chunk(p, routes, epoch, flow, chunk, received[flow]); });
+    if (blockIdx.x == 0 && warp == 0) copy_counts(p);
+    if (warp < kCopyWarps && !p.refuses_more) write_own_padding(p);  // a caller that waits for counts gets no such rows
   }
   __syncthreads();
 

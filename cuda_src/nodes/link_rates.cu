@@ -5,8 +5,7 @@
 // - kFarBytes: each rank puts num_chunks chunks of num_bytes through each flow, with credits, as dispatch_nodes does. Nothing is copied at
 //   the two ends.
 // - kNearWords, kFarWords: num_chunks steps. In a step each rank sends one word to the others, and waits for theirs. A step takes the time
-// of
-//   one message.
+//   of one message.
 //
 // Reuse of memory: the hosts of all ranks synchronize between launches. In a step of words, a rank sends word i + kNumSlots after it has
 // received word i + 1 of its peer, which the peer sent after word i of this rank. kNumSlots is at least 2. Near words have a place each.
@@ -29,12 +28,20 @@ __device__ inline void write_near(const Params& p) {
   }
 }
 
+// Puts a chunk of a slot. Called by a whole warp.
+__device__ inline void put_chunk(const Params& p, u32 epoch, int flow, int chunk) {
+  const int other = far_end(p, flow), slot = slot_of(flow, chunk), their_slot = slot_of(flow_from(p, other), chunk);
+  fence_release_sys();  // as in the calls, where the transport reads what all lanes wrote
+  __syncwarp();
+  put(p, other, recv_slot(their_slot), send_slot(slot), p.num_bytes, kNetworkArrived + their_slot * sizeof(u64), tag_of(epoch, chunk + 1));
+}
+
 __device__ inline void fill(const Params& p, u32 epoch) {
   u32* tickets = &at<State>(p.state, 0)->nodes_filled;
   for (int item = claim(tickets); item < p.num_chunks * kNumFlows; item = claim(tickets)) {
     const int flow = item % kNumFlows, chunk = item / kNumFlows;
     if (!await_credit(p, epoch, flow, chunk)) return;
-    put_chunk(p, epoch, flow, chunk, p.num_bytes);
+    put_chunk(p, epoch, flow, chunk);
   }
 }
 
@@ -43,7 +50,10 @@ __device__ inline void empty(const Params& p, u32 epoch) {
   for (int item = claim(tickets); item < p.num_chunks * kNumFlows; item = claim(tickets)) {
     const int flow = item % kNumFlows, chunk = item / kNumFlows;
     if (!await_chunk(p, epoch, flow, chunk, kPhaseNodeRows)) return;
-    return_credit(p, epoch, flow, chunk, p.num_chunks);
+    if (!needs_credit(chunk, p.num_chunks)) continue;
+    fence_release_sys();
+    __syncwarp();
+    send_credit(p, epoch, flow, chunk);
   }
 }
 
@@ -63,7 +73,7 @@ __device__ inline void exchange_near_words(const Params& p, u32 epoch) {
 
 __device__ inline void exchange_far_words(const Params& p, u32 epoch) {
   for (int step = 0; step < p.num_chunks; ++step) {
-    for (int flow = 0; flow < kNumFlows; ++flow) put_chunk(p, epoch, flow, step, p.num_bytes);
+    for (int flow = 0; flow < kNumFlows; ++flow) put_chunk(p, epoch, flow, step);
     for (int flow = 0; flow < kNumFlows; ++flow) {
       if (!await_chunk(p, epoch, flow, step, kPhaseNodeRows)) return;
     }

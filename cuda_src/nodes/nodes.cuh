@@ -45,14 +45,15 @@ __device__ __forceinline__ int flow_from(const Params& p, int other) {
 
 __device__ __forceinline__ u64 tag_of(u32 epoch, u32 number) { return static_cast<u64>(epoch) << 32 | number; }
 
-// Waits until a word of network memory has a tag. Then the caller may read what was put with it.
+// Whether a word of network memory has a tag. Then the caller may read what was put with it. `seen`: the epoch there.
+__device__ __forceinline__ bool has_tag(const Params& p, u64 word, u32 epoch, u32 number, u32& seen) {
+  const u64 found = ld_acquire_sys(at<const u64>(network_base(p), word));
+  seen = static_cast<u32>(found >> 32);
+  return found == tag_of(epoch, number);
+}
+
 __device__ inline bool wait_tag(const Params& p, u64 word, u32 epoch, u32 number, u32 phase, int peer) {
-  const u64* found_at = at<const u64>(network_base(p), word);
-  return wait_until(p, epoch, phase, peer, [&](u32& seen) {
-    const u64 found = ld_acquire_sys(found_at);
-    seen = static_cast<u32>(found >> 32);
-    return found == tag_of(epoch, number);
-  });
+  return wait_until(p, epoch, phase, peer, [&](u32& seen) { return has_tag(p, word, epoch, number, seen); });
 }
 
 // Throughput kernels over several nodes count their epochs together, so each of them clears the slots of all their steps.
@@ -66,45 +67,74 @@ __device__ __forceinline__ int slot_of(int flow, int chunk) { return flow * kNum
 __device__ __forceinline__ u64 send_slot(int slot) { return kNetworkSendSlots + static_cast<u64>(slot) * kSlotBytes; }
 __device__ __forceinline__ u64 recv_slot(int slot) { return kNetworkRecvSlots + static_cast<u64>(slot) * kSlotBytes; }
 
-// Waits until a slot at the other end is free for a chunk. Called by a whole warp.
-__device__ inline bool await_credit(const Params& p, u32 epoch, int flow, int chunk) {
+// Whether a slot at the other end is free for a chunk. The caller may then write there.
+__device__ __forceinline__ bool has_credit(const Params& p, u32 epoch, int flow, int chunk, u32& seen) {
   if (chunk < kNumSlots) return true;
+  return has_tag(p, kNetworkCredits + slot_of(flow, chunk) * sizeof(u64), epoch, chunk - kNumSlots + 1, seen);
+}
+
+// Whether a chunk has arrived. The caller may then read its slot.
+__device__ __forceinline__ bool has_arrived(const Params& p, u32 epoch, int flow, int chunk, u32& seen) {
+  return has_tag(p, kNetworkArrived + slot_of(flow, chunk) * sizeof(u64), epoch, chunk + 1, seen);
+}
+
+// Waits for a credit. Called by a whole warp.
+__device__ inline bool await_credit(const Params& p, u32 epoch, int flow, int chunk) {
   bool ok = true;
-  if (lane_idx() == 0) {
-    const u64 word = kNetworkCredits + slot_of(flow, chunk) * sizeof(u64);
-    ok = wait_tag(p, word, epoch, chunk - kNumSlots + 1, kPhaseNodeRoom, far_end(p, flow));
+  if (lane_idx() == 0 && chunk >= kNumSlots) {
+    ok = wait_until(p, epoch, kPhaseNodeRoom, far_end(p, flow), [&](u32& seen) { return has_credit(p, epoch, flow, chunk, seen); });
   }
   __syncwarp();  // all lanes write after what lane 0 acquired
   return __shfl_sync(~0u, ok, 0);
 }
 
-// Puts a chunk that this warp has written to its slot.
-__device__ inline void put_chunk(const Params& p, u32 epoch, int flow, int chunk, u64 num_bytes) {
-  const int other = far_end(p, flow), slot = slot_of(flow, chunk), their_slot = slot_of(flow_from(p, other), chunk);
-  fence_release_sys();  // each lane: the transport reads what all lanes wrote
-  __syncwarp();
-  put(p, other, recv_slot(their_slot), send_slot(slot), num_bytes, kNetworkArrived + their_slot * sizeof(u64), tag_of(epoch, chunk + 1));
-}
-
 // Waits for a chunk. Called by a whole warp, which may then read the slot.
 __device__ inline bool await_chunk(const Params& p, u32 epoch, int flow, int chunk, u32 phase) {
   bool ok = true;
-  if (lane_idx() == 0) {
-    ok = wait_tag(p, kNetworkArrived + slot_of(flow, chunk) * sizeof(u64), epoch, chunk + 1, phase, far_end(p, flow));
-  }
+  if (lane_idx() == 0)
+    ok = wait_until(p, epoch, phase, far_end(p, flow), [&](u32& seen) { return has_arrived(p, epoch, flow, chunk, seen); });
   __syncwarp();  // all lanes read after what lane 0 acquired
   return __shfl_sync(~0u, ok, 0);
 }
 
-// Frees the slot of a chunk, which this warp has read, if another chunk of the flow needs it.
-__device__ inline void return_credit(const Params& p, u32 epoch, int flow, int chunk, int num_chunks) {
-  if (chunk + kNumSlots >= num_chunks) return;
-  __syncwarp();
-  if (lane_idx() == 0) {
-    const int other = far_end(p, flow);
-    fence_release_sys();
-    signal(p, other, kNetworkCredits + slot_of(flow_from(p, other), chunk) * sizeof(u64), tag_of(epoch, chunk + 1));
+// The address of offset 0 of a rank's network memory, if this GPU reaches it over NVLink. 0: a put has to carry what goes there.
+__device__ __forceinline__ u64 network_of(const Params& p, int rank) {
+  if constexpr (kHasRelay) return 0;
+  return at<const u64>(p.state, kLocalNetworkPeers)[rank];
+}
+
+// Where this rank writes a chunk: in the slot at the other end if it reaches that, otherwise in its own slot.
+__device__ __forceinline__ u64 slot_to_fill(const Params& p, int flow, int chunk) {
+  const int other = far_end(p, flow);
+  const u64 theirs = network_of(p, other);
+  return theirs ? theirs + recv_slot(slot_of(flow_from(p, other), chunk)) : network_base(p) + send_slot(slot_of(flow, chunk));
+}
+
+// Writes a word of another rank. The caller has released what it guards. Called by a whole warp.
+__device__ __forceinline__ void send_word(const Params& p, int rank, u64 word, u64 value) {
+  if (lane_idx() != 0) return;
+  if (const u64 theirs = network_of(p, rank)) {
+    st_relaxed_sys(at<u64>(theirs, word), value);
+  } else {
+    signal(p, rank, word, value);
   }
+}
+
+// Sends a chunk that lies in slot_to_fill. Called by a whole warp, which has released its bytes.
+__device__ inline void send_chunk(const Params& p, u32 epoch, int flow, int chunk, u64 num_bytes) {
+  const int other = far_end(p, flow), their_slot = slot_of(flow_from(p, other), chunk);
+  const u64 word = kNetworkArrived + their_slot * sizeof(u64), value = tag_of(epoch, chunk + 1);
+  if (network_of(p, other)) return send_word(p, other, word, value);
+  put(p, other, recv_slot(their_slot), send_slot(slot_of(flow, chunk)), num_bytes, word, value);
+}
+
+// Whether another chunk of the flow waits for the slot of this one.
+__device__ __forceinline__ bool needs_credit(int chunk, int num_chunks) { return chunk + kNumSlots < num_chunks; }
+
+// Frees the slot of a chunk. Called by a whole warp, which has released its reads.
+__device__ inline void send_credit(const Params& p, u32 epoch, int flow, int chunk) {
+  const int other = far_end(p, flow);
+  send_word(p, other, kNetworkCredits + slot_of(flow_from(p, other), chunk) * sizeof(u64), tag_of(epoch, chunk + 1));
 }
 
 // --- work ---------------------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@
 // Reuse of memory: inboxes and network memory have two ring slots, selected by the parity of the epoch. A rank sends counts k + 2 after its
 // call k + 1. That call waited for the counts k + 1 of all ranks, and each of them sent those after its call k, which read counts k.
 //
-// Bytes: topk_idx once; 12 bytes of the handle for each choice, and 4 for each place in a list. To each gateway 4 bytes for each rank of
-// its fan, and 4 for each of their experts.
+// Bytes: topk_idx once; 12 bytes of the handle for each choice, and 4 for each place in a list. To each gateway 8 bytes, 4 for each rank
+// of its fan, and 4 for each of their experts.
 #include "nodes/nodes.cuh"
 #include "throughput/routing.cuh"
 
@@ -149,6 +149,10 @@ __device__ inline void tell(const Params& p, u32 epoch, int receiver, int source
 
 __device__ __forceinline__ int total_of(const Shared& shared, int bucket) { return shared.first_row[bucket] + shared.num_rows[bucket]; }
 
+__device__ __forceinline__ int tokens_of_flow(const Params& p, const Shared& shared, int flow) {
+  return total_of(shared, kDirect ? far_end(p, flow) : kNumRanks + flow);
+}
+
 // The first rank of the fan of a gateway.
 __device__ __forceinline__ int fan_begin(int gateway) { return kDirect ? gateway : node_of(gateway) * kRanksPerNode; }
 
@@ -172,7 +176,13 @@ __device__ inline void send(const Params& p, u32 epoch, const Shared& shared) {
     const int flow = i - kRanksPerNode, gateway = far_end(p, flow), begin = fan_begin(gateway), theirs = flow_from(p, gateway);
     const u64 from = flow_counts_at(kNetworkSendCounts, epoch, flow);
     FlowCounts* counts = at<FlowCounts>(network_base(p), from);
-    if (lane == 0) counts->num_tokens = total_of(shared, kDirect ? gateway : kNumRanks + flow);
+    int before = 0;
+    for (int f = lane; f < flow; f += 32) before += tokens_of_flow(p, shared, f);
+    before = __reduce_add_sync(~0u, before);
+    if (lane == 0) {
+      counts->num_tokens = tokens_of_flow(p, shared, flow);
+      counts->first_sum = before;
+    }
     if (lane < kFan) counts->num_rows[lane] = total_of(shared, begin + lane);
     for (int e = lane; e < kFanExperts; e += 32) counts->num_choices[e] = shared.choices[begin * kNumLocalExperts + e];
     fence_release_sys();
@@ -239,7 +249,10 @@ __device__ inline bool forward(const Params& p, u32 epoch) {
     __syncwarp();  // all lanes read after what lane 0 acquired
     if (!__shfl_sync(~0u, ok, 0)) return false;
     const FlowCounts* counts = at<const FlowCounts>(network_base(p), flow_counts_at(kNetworkRecvCounts, epoch, flow));
-    if (lane == 0) at<i32>(p.handle, kHandleFlowRecv)[flow] = counts->num_tokens;
+    if (lane == 0) {
+      at<i32>(p.handle, kHandleFlowRecv)[flow] = counts->num_tokens;
+      at<i32>(p.handle, kHandleFlowFirstSum)[flow] = counts->first_sum;
+    }
     for (int i = 0; i < kFan; ++i) {
       const int receiver = fan_begin(p.rank) + i;
       tell(p, epoch, receiver, source, counts->num_rows[i], [&](int e) { return counts->num_choices[i * kNumLocalExperts + e]; });
@@ -272,8 +285,7 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   __syncthreads();
   if (shared.is_incomplete) return;
   for (int r = threadIdx.x; r < kNumRanks; r += kRouteThreads) at<i32>(p.handle, kHandleNumSent)[r] = total_of(shared, r);
-  for (int f = threadIdx.x; f < kNumFlows; f += kRouteThreads)
-    at<i32>(p.handle, kHandleFlowTokens)[f] = total_of(shared, kDirect ? far_end(p, f) : kNumRanks + f);
+  for (int f = threadIdx.x; f < kNumFlows; f += kRouteThreads) at<i32>(p.handle, kHandleFlowTokens)[f] = tokens_of_flow(p, shared, f);
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kRouteThreads) {
     int sum = 0;
     for (int s = 0; s < kNumRanks; ++s) sum += inbox_at(p, epoch, p.rank, s)->num_choices[e];

@@ -85,6 +85,7 @@ class HeapMemory:
         if self._num_slots is None:
             self.peers = [address_of.get(peer, 0) for peer in range(comm.Get_size())]
         self.network_ids: Sequence[int] = range(len(self.peers))
+        self.network_peers: Sequence[int] = [0] * len(self.peers)  # a relay carries what crosses the network
 
     def _attach(self, comm: Communicator, timeout_s: float) -> list[int]:
         """Map fresh memory of all ranks of this host, at the addresses of before if there were some. Return these ranks. Collective."""

@@ -52,7 +52,13 @@ class NetworkedHeap:
         self.heap: heap.HeapMemory = here[0]
         self.ptr, self.peers, self.way = self.heap.ptr, self.heap.peers, self.heap.way
         self.network_base = self._far.ptr - first
+        self._first = first
         self.network_ids: Sequence[int] = self._far.network_ids
+
+    @property
+    def network_peers(self) -> Sequence[int]:
+        """Address of offset 0 of the second part, for each rank that this GPU reaches; otherwise 0."""
+        return [ptr and ptr - self._first for ptr in self._far.network_peers]
 
     @property
     def consensus(self) -> Consensus | None:

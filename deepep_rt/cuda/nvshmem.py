@@ -238,7 +238,7 @@ class NvshmemMemory:
         self.network_base = self.ptr
         pes = comm.allgather(self._runtime.my_pe)
         self.peers = [self.ptr if pe == self._runtime.my_pe else nvshmem.ptr(self.ptr, pe) for pe in pes]
-        self.network_ids: Sequence[int] = pes
+        self.network_peers, self.network_ids = self.peers, pes
         rank, node = comm.Get_rank(), request.ranks_per_node or comm.Get_size()
         unreachable = [peer for peer, address in enumerate(self.peers) if not address and peer // node == rank // node]
         failed = {at: peers for at, peers in enumerate(comm.allgather(unreachable)) if peers}

@@ -70,6 +70,7 @@ class DriverMemory:
         self.ptr = self.network_base = driver.allocate(request.num_bytes)
         self.peers: Sequence[int] = [self.ptr if peer == comm.Get_rank() else 0 for peer in range(comm.Get_size())]
         self.network_ids: Sequence[int] = range(comm.Get_size())
+        self.network_peers: Sequence[int] = [0] * comm.Get_size()
 
     def all_free(self, is_ok: bool, timeout_s: float) -> bool:
         """Return `is_ok`: no rank outside of the Buffer is concerned."""
@@ -117,6 +118,7 @@ class HostMemory:
         address_of = dict(zip(here, self._memory.peers, strict=True))
         self.peers: Sequence[int] = [address_of.get(peer, 0) for peer in range(comm.Get_size())]
         self.network_ids: Sequence[int] = range(comm.Get_size())  # the relay sends to ranks
+        self.network_peers: Sequence[int] = [0] * comm.Get_size()
 
     def all_free(self, is_ok: bool, timeout_s: float) -> bool:
         """Return whether all ranks of NVSHMEM's runtime free the region now."""

@@ -188,6 +188,10 @@ class SymmetricMemory(Protocol):
         """Address of offset 0 of the region, for offsets from `MemoryRequest.network_start` on."""
 
     @property
+    def network_peers(self) -> Sequence[int]:
+        """The same address in the region of each rank, for this rank's GPU; 0 if the GPU cannot reach it. Empty without a network."""
+
+    @property
     def way(self) -> str:
         """Who provides the region, or how ranks pass it to each other; see `provider.describe_ways`."""
 

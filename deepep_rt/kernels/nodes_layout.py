@@ -25,7 +25,7 @@ _FLOW_BYTES = 64 * 1024 * 1024  # of all slots of a rank, at both ends
 # Over NVLink a put of NVSHMEM keeps a warp busy, so many small chunks are faster (bench/measured.md). A put of a relay takes its thread
 # some microseconds, whatever its size.
 _CHUNK_BYTES = {"nvshmem": 64 * 1024, "nixl": 256 * 1024, "mpi": 256 * 1024}
-_MOST_SLOTS = {"nvshmem": 256, "nixl": 64, "mpi": 64}
+_MOST_SLOTS = {"nvshmem": 512, "nixl": 64, "mpi": 64}
 
 
 def usual_chunk_tokens(row_bytes: int, transport: str) -> int:
@@ -139,6 +139,8 @@ class NodesLayout:
                 ("recv_hellos", 2 * nodes * hello),
                 ("send_slots", slots * self.slot_bytes),
                 ("recv_slots", slots * self.slot_bytes),
+                ("sum_words", flows * self.config.num_max_tokens_per_rank * 8),  # [flow][chunk]: of the sums that have arrived
+                ("recv_sums", self.num_max_node_sums * self.sum_stride(self.config.row_bytes, with_weights=True)),
             ]
         )
 
@@ -178,14 +180,17 @@ class NodesLayout:
 
     @property
     def local(self) -> Iterable[tuple[str, int]]:
-        """Local memory: counts of the blocks of a routing, the verdict on a call, and the flags of the chunks that combine has staged."""
+        """Local memory: counts of the blocks of a routing, the verdict on a call, and addresses of other nodes' memory."""
         return [
             ("route_nodes_blocks", MAX_ROUTE_BLOCKS * structs.RouteNodesBlock.size(self._sizes)),
             (
                 "nodes_verdict",
                 8,
             ),  # lower half: epoch of a call; upper half: whether its ranks agree; block 0 writes it for the others
-            ("staged_flags", self.num_flows * self.config.num_max_tokens_per_rank * 4),
+            (
+                "network_peers",
+                self.config.num_ranks * 8,
+            ),  # addresses of offset 0 of the network memory of ranks that this GPU reaches; 0
         ]
 
     @cached_property
@@ -206,6 +211,7 @@ class NodesLayout:
                 ("num_sent", ranks * 4),  # [rank]: rows for it
                 ("flow_tokens", self.num_flows * 4),  # tokens sent through each flow
                 ("flow_recv", self.num_flows * 4),  # tokens that arrive through the flow from each gateway
+                ("flow_first_sum", self.num_flows * 4),  # the tokens of its source in the flows before that one
                 ("entry_rank", entries * 4),  # [token][choice]: the rank, or -1 if an earlier choice has the same rank
                 ("entry_pos", entries * 4),  # the index of the token among the rows for that rank
                 (
@@ -227,14 +233,16 @@ class NodesLayout:
         """The most rows that a rank receives from other nodes in combine."""
         return self.config.num_max_tokens_per_rank * min(self.num_flows, self.config.num_topk)
 
+    def sum_stride(self, sent_bytes: int, *, with_weights: bool) -> int:
+        """Return the bytes that a sum takes at the rank of its token, in a combine whose sums have `sent_bytes` on the way.
+
+        The sums of a chunk follow each other there, and then their weights. Each chunk begins on a line of 128 bytes.
+        """
+        return align_up(sent_bytes + 4 * self.config.num_topk * with_weights, 128)
+
     def staging(self, row_bytes: int) -> Map:
-        """Memory of combine: what other nodes send for this rank's tokens, and the rows that this rank exposes to its node."""
-        topk, sums, exposed = (
-            self.config.num_topk,
-            self.num_max_node_sums,
-            self.exposed(self.config.num_max_recv_tokens, row_bytes),
-        )
-        return arrange([("sum_weights", sums * topk * 4), ("sums", sums * row_bytes), *exposed.sizes.items()])
+        """Memory of combine: the rows that this rank exposes to its node."""
+        return self.exposed(self.config.num_max_recv_tokens, row_bytes)
 
     def exposed(self, num_rows: int, row_bytes: int) -> Map:
         """Memory for rows that this rank exposes to its node."""

@@ -271,6 +271,7 @@ FlowCounts = CStruct(
     "FlowCounts",
     """
     i32 num_tokens;                    // tokens that the source sends through this flow
+    i32 first_sum;                     // tokens that it sends through the flows before this one
     i32 num_rows[kFan];                // rows of them for each rank of the fan
     i32 num_choices[kFanExperts];      // choices of each expert of these ranks by the source's tokens
     """,

@@ -326,13 +326,10 @@ _COMBINE_NODES = (
     + """
     u64 exposed_offset;     // where this rank exposes rows: offsets from its symmetric base
     u64 exposed_weights_offset;
-    u64 sums;               // staging for what other nodes send
-    u64 sum_weights;
     i64 capacity;           // rows of y
     u64 call_signature;     // all ranks must agree on it
-    i32 chunk_tokens;       // the form of a chunk: its most tokens, and offsets in a slot
-    i32 chunk_weights;
-    i32 chunk_rows;
+    i32 chunk_tokens;       // the most tokens of a chunk
+    i32 sum_stride;         // from one sum to the next at the rank of its token (NodesLayout.sum_stride)
     i32 choice;             // with reduce="topk", the choice whose rows y has, in the order of the launches; otherwise -1
     u64 expert_offsets;     // these two of expert_positions, for statistics of choice 0
     u64 expert_ends;
@@ -486,7 +483,8 @@ KERNELS: dict[str, Kernel] = {
     u64 call_signature;     // all ranks must agree on it
 """,
             folder="nodes",
-            threads="kNodesThreads",
+            threads="kDispatchNodesThreads",
+            shared="kDispatchNodesSharedBytes",
             over_nodes=True,
             max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),
@@ -496,6 +494,7 @@ KERNELS: dict[str, Kernel] = {
                 _COMBINE_NODES,
                 folder="nodes",
                 threads="kCombineNodesThreads",
+                shared=None if compression else "kCombineNodesSharedBytes",
                 per_dtype=True,
                 over_nodes=True,
                 compression=compression,

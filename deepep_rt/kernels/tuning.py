@@ -39,6 +39,8 @@ _MANY_BLOCKS, _FEWER_COPY_WARPS = 48, 2  # with 48 blocks or more, each has 2 co
 
 _STAGING_BYTES = 192 * 1024  # shared memory of a block for the stages of the usual shapes; sm_90 has 227 KB
 _MOST_STAGING_BYTES = 220 * 1024  # the same for all shapes. The rest is for barriers, routes and the driver
+_NODES_STAGING_BYTES = 208 * 1024  # the same for calls over several nodes, which have larger tables
+_NODES_COPY_WARPS = 7  # the most that copy in dispatch_nodes
 _LINE = 128
 _MOST_ROWS = 32  # of a copy of dispatch, one for each lane
 _MOST_STAGES = 12  # that are tried
@@ -91,8 +93,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kLlTileBytes": LOW_LATENCY_TILE_BYTES,
         "kRouteThreads": ROUTE_THREADS,
         "kRouteBlocks": MAX_ROUTE_BLOCKS,
-        "kNodesThreads": 512 if with_tma else 256,
-        "kCombineNodesThreads": _combine_nodes_threads(config, with_tma),
+        **_nodes_constants(config, with_tma),
         "kDispatchItemsPerTicket": 4,
         "kCombineItemsPerTicket": 2,
         "kManyBlocks": _MANY_BLOCKS,
@@ -101,11 +102,36 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     }
 
 
-def _combine_nodes_threads(config: Config, with_tma: bool) -> int:
-    """Return the threads of a block of combine_nodes: the most of 512, 384 and 256 without spills."""
+def _nodes_constants(config: Config, with_tma: bool) -> dict[str, int]:
+    """Return the shapes of the blocks of calls over several nodes. With TMA each stage holds one row, or several short ones."""
     if not with_tma:
-        return 256
-    return 512 if config.node_size == 1 else 384
+        return {
+            "kNodesThreads": 256,
+            "kNodesStageBytes": 0,
+            "kDispatchNodesThreads": 256,
+            "kCombineNodesThreads": 256,
+            **_copies("DispatchNodes", 8, 1, 0),
+            **_copies("CombineNodes", 4, 1, 0),
+        }
+    pitch = stage_bytes(config, 0) + _LINE
+
+    def shape(most_warps: int, stages: int) -> tuple[int, int]:
+        warps = max(1, min(most_warps, _NODES_STAGING_BYTES // (2 * pitch)))
+        return warps, max(2, min(stages, _NODES_STAGING_BYTES // (warps * pitch)))
+
+    dispatch = shape(_NODES_COPY_WARPS, 8)
+    return {
+        "kNodesThreads": 512,
+        "kNodesStageBytes": pitch,
+        "kDispatchNodesThreads": 32 * (dispatch[0] + 1),  # one of them raises signals
+        "kCombineNodesThreads": 512,
+        **_copies("DispatchNodes", *dispatch, pitch),
+        **_copies("CombineNodes", *shape(3, 4), pitch),
+    }
+
+
+def _copies(name: str, warps: int, stages: int, pitch: int) -> dict[str, int]:
+    return {f"k{name}CopyWarps": warps, f"k{name}Stages": stages, f"k{name}SharedBytes": warps * stages * pitch}
 
 
 def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:

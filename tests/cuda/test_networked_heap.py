@@ -33,6 +33,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         if found.error:
             raise found.error
         made = SimpleNamespace(ptr=9000, network_ids=[4, 5], consensus="of the runtime", free=lambda: found.freed.append("far"))
+        made.network_peers = [0, 9000]
         made.all_free = lambda is_ok, limit_s: not is_ok
         return made
 
@@ -46,6 +47,7 @@ def test_two_parts_with_the_offsets_of_one_region(parts: SimpleNamespace) -> Non
     assert parts.requests == [("near", 800), ("far", 400, 1, REQUEST.network)]
     assert (memory.ptr, memory.peers, memory.way, memory.heap.ptr) == (5000, [0, 5000], "sockets", 5000)
     assert memory.network_base + 600 == 9000
+    assert memory.network_peers == [0, memory.network_base]
     assert (memory.network_ids, memory.consensus, memory.is_local) == ([4, 5], "of the runtime", False)
     assert not memory.all_free(True, 1.0), "NVSHMEM's runtime may have more ranks than the Buffer"
     memory.free()

@@ -18,6 +18,7 @@ from mpi4py import MPI  # noqa: E402
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError, NetworkOptions  # noqa: E402
 from deepep_rt.comm.nixl_traffic import nixl_objection  # noqa: E402
+from deepep_rt.cuda.networked_heap import NetworkedHeap  # noqa: E402
 
 NUM_SMS = min(16, 128 // MPI.COMM_WORLD.Get_size())  # the blocks of all ranks run at once on one GPU
 
@@ -36,10 +37,13 @@ def topology(request):
     return request.param
 
 
-@pytest.fixture(params=["nvshmem", "mpi", *([] if nixl_objection() else ["nixl"])])
-def settings(request, topology):
-    node, path = topology
-    return dict(ranks_per_node=node, path=path, network=NetworkOptions(transport=request.param), num_sms=NUM_SMS)
+@pytest.fixture(params=["nvshmem", "nvshmem-puts", "mpi", *([] if nixl_objection() else ["nixl"])])
+def settings(request, topology, monkeypatch):
+    """With nvshmem, kernels write to other nodes over NVLink. With nvshmem-puts, they leave that to NVSHMEM, as over a NIC."""
+    (node, path), (transport, *puts) = topology, request.param.split("-")
+    if puts:
+        monkeypatch.setattr(NetworkedHeap, "network_peers", (0,) * MPI.COMM_WORLD.Get_size())
+    return dict(ranks_per_node=node, path=path, network=NetworkOptions(transport=transport), num_sms=NUM_SMS)
 
 
 def pair(comm, settings, **sizes):

@@ -274,6 +274,7 @@ class FixedMemory:
 
     ptr, network_base, network_ids = BASE, BASE, range(4)
     peers = tuple(BASE + (rank << 36) for rank in range(4))
+    network_peers = (0,) * 4
     consensus, way = None, "nvshmem"
     is_local, heap = False, None
 

@@ -54,6 +54,20 @@ def test_direct_path(seed):
         throughput_rounds(machine, machine.buffers(**TWO_BY_TWO, path="direct"), seed, 4 if seed else 2)
 
 
+@pytest.mark.parametrize("path", ["hierarchical", "direct"])
+@pytest.mark.parametrize(
+    ("seed", "arch", "dtype"),
+    [
+        (0, "sm_90", "bfloat16"),
+        *(pytest.param(1, *kind, marks=pytest.mark.full) for kind in (("sm_80", "bfloat16"), ("sm_90", "float32"))),
+    ],
+)
+def test_nodes_that_reach_each_other(seed, arch, dtype, path):
+    """Kernels write to the memory of other nodes themselves. A stage for float32 holds two rows of other types."""
+    with Machine(4, seed, arch, num_sms=(None, 1)[seed % 2], weak_memory=True, transport="nvlink") as machine:
+        throughput_rounds(machine, machine.buffers(**TWO_BY_TWO, path=path, dtype=dtype), seed, 4)
+
+
 @pytest.mark.parametrize("seed", seeds(2))
 def test_nodes_of_one_rank(seed):
     with Machine(3, seed) as machine:
@@ -121,13 +135,14 @@ def test_sums_of_choices_have_the_same_bits_on_one_node(dtype, weighted, setting
     ("seed", "num_ranks", "ranks_per_node", "path"),
     [
         (2, 3, 1, "hierarchical"),
+        pytest.param(4, 4, 2, "hierarchical", marks=pytest.mark.full),
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((0, 4, 2, "hierarchical"), (1, 4, 2, "direct"))),
         pytest.param(3, 4, 2, "hierarchical", marks=pytest.mark.full),
     ],
 )
 def test_compressed_sums(seed, num_ranks, ranks_per_node, path):
-    arch, transport = "sm_80" if seed == 3 else "sm_90", "mpi" if seed == 0 else "nvshmem"
-    with Machine(num_ranks, seed, arch, transport=transport, num_sms=(None, 1)[seed % 2], weak_memory=seed == 0) as machine:
+    arch, transport = "sm_80" if seed == 3 else "sm_90", {0: "mpi", 4: "nvlink"}.get(seed, "nvshmem")
+    with Machine(num_ranks, seed, arch, transport=transport, num_sms=(None, 1)[seed % 2], weak_memory=seed % 4 == 0) as machine:
         sizes = dict(hidden=640, num_max_tokens_per_rank=20, num_experts=2 * num_ranks, ranks_per_node=ranks_per_node, path=path)
         kinds = dict(kinds=("log10", None)) if arch == "sm_80" else {}
         compressed_rounds(machine, machine.buffers(**{**SIZES, **sizes}), seed, 3, **kinds)
@@ -175,7 +190,7 @@ def test_bytes_on_the_network(path, compiled_before):
             before = machine.put_bytes
             machine.each_rank(call)
             chunk = nodes.chunk(config.row_bytes, 0, idx_bytes, with_weights=call is dispatch)
-            heads = (-(-tokens // chunk.num_tokens)).sum() * chunk.offsets["rows"]
+            heads = (-(-tokens // chunk.num_tokens)).sum() * chunk.offsets["rows"] if call is dispatch else 0
             assert machine.put_bytes - before == tokens.sum() * config.row_bytes + heads + others
 
 
@@ -457,25 +472,36 @@ def test_a_rank_without_room():
 
 ONE_A_NODE = 2, dict(**{**SIZES, "num_experts": 4}, ranks_per_node=1)
 TWO_A_NODE = 4, TWO_BY_TWO
+MPI, NVLINK = dict(transport="mpi"), dict(transport="nvlink", weak_memory=True)
+CREDITS, CHUNKS = (rf"return has_tag\(p, kNetwork{name}[^;]*;" for name in ("Credits", "Arrived"))
+SUMS, EXPOSED = r"ok = await_sums\(p, epoch, flow, chunk\);", r"ok = await_row\(p, epoch, index, at_row\);"
+DRAIN, RELEASE = (
+    r"(?<=drain\(\) \{\n    while \(in_flight\(\)\) end_one\(\);\n)    bulk_wait_written<0>\(\);",
+    r"fence_release_sys\(\);  // each lane: w",
+)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("sizes", "file", "pattern"),
+    ("sizes", "how", "file", "pattern", "replacement"),
     [
-        pytest.param(ONE_A_NODE, "nodes/nodes.cuh", r"ok = wait_tag\(p, word,[^;]*;", id="credits"),
-        pytest.param(ONE_A_NODE, "nodes/nodes.cuh", r"ok = wait_tag\(p, kNetworkArrived[^;]*;", id="chunks"),
-        pytest.param(ONE_A_NODE, "nodes/combine_nodes.cuh", r"ok = wait_epoch\(p, staged_flag[^;]*;", id="staged-sums"),
-        pytest.param(TWO_A_NODE, "nodes/combine_nodes.cuh", r"ok = await_row\(p, epoch, index, at_row\);", id="exposed-rows"),
+        pytest.param(ONE_A_NODE, MPI, "nodes.cuh", CREDITS, "return true;", id="credits"),
+        pytest.param(ONE_A_NODE, NVLINK, "nodes.cuh", CREDITS, "return true;", id="far-credits"),
+        pytest.param(ONE_A_NODE, MPI, "nodes.cuh", CHUNKS, "return true;", id="chunks"),
+        pytest.param(ONE_A_NODE, MPI, "combine_nodes.cuh", SUMS, ";", id="sums"),
+        pytest.param(ONE_A_NODE, NVLINK, "combine_nodes.cuh", SUMS, ";", id="far-sums"),
+        pytest.param(TWO_A_NODE, MPI, "combine_nodes.cuh", EXPOSED, ";", id="exposed-rows"),
+        pytest.param(ONE_A_NODE, NVLINK, "copies.cuh", DRAIN, "", id="written-rows"),
+        pytest.param(ONE_A_NODE, {**NVLINK, "arch": "sm_80"}, "copies.cuh", RELEASE, "// w", id="release"),
     ],
 )
-def test_a_missing_wait_fails(tmp_path, sizes, file, pattern):
-    folder, (num_ranks, settings) = broken(tmp_path, file, pattern, ";"), sizes
+def test_a_missing_wait_fails(tmp_path, sizes, how, file, pattern, replacement):
+    folder, (num_ranks, settings) = broken(tmp_path, f"nodes/{file}", pattern, replacement), sizes
 
     def run(machine, seed):
         throughput_rounds(machine, machine.buffers(**settings), seed, 4)
 
-    assert fails(folder, run, num_ranks, transport="mpi")
+    assert fails(folder, run, num_ranks, **how)
 
 
 @pytest.mark.parametrize("transport", ["nvshmem", pytest.param("mpi", marks=pytest.mark.full)])

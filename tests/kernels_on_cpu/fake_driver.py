@@ -64,6 +64,7 @@ class FakeDriver:
         self.symmetric: list[int] = []  # addresses of the symmetric memory of the Buffers that are being made
         self.network: list[int] = []  # and of offset 0 of their network memory
         self.transport = "nvshmem"  # between nodes
+        self.reaches_network = False  # GPUs address the network memory of other nodes, as over NVLink
         self.can_sleep = False  # the memory of the Buffers that are being made
         self.slots: SlotBuffers | None = None  # that are being made
         self.pages: list[Pages] = []  # of all Buffers with slots
@@ -302,6 +303,7 @@ class _SymmetricMemory:
         self.peers = tuple(ptr if peer // node_size == rank // node_size else 0 for peer, ptr in enumerate(fake.symmetric))
         self.addresses = self.peers
         self.ptr, self.network_base = fake.symmetric[rank], fake.network[rank]
+        self.network_peers = fake.network if fake.reaches_network else [0] * fake.num_ranks
         self.network_ids = [fake.gpus.network_id(peer) for peer in range(fake.num_ranks)]
 
     def all_free(self, sound: bool, timeout_s: float | None) -> bool:
@@ -341,6 +343,7 @@ class _SlotMemory(_SymmetricMemory):
         self._pages = slots.pages
         self.peers = self.addresses = tuple(self._pages.addresses(self._slot))
         self.ptr = self.network_base = self.peers[self._slot]
+        self.network_peers = ()
         self.network_ids = [fake.gpus.network_id(slot) for slot in range(request.num_slots)]
         self.wake(comm, 0.0)
 

@@ -38,6 +38,7 @@ inline void store4(void* p, u32 a, u32 b, u32 c, u32 d) {
 inline void ld_acquire_sys_global_u32(u32& v, const void* p) { v = load<u32>(p); }
 inline void ld_acquire_sys_global_u64(u64& v, const void* p) { v = load<u64>(p); }
 inline void ld_acquire_cta_u32(u32& v, const void* p) { v = load<u32>(p); }
+inline void ld_acquire_cta_u64(u64& v, const void* p) { v = load<u64>(p); }
 inline void ld_acquire_gpu_global_u32(u32& v, const void* p) { v = load<u32>(p); }
 inline void ld_relaxed_gpu_global_u32(u32& v, const void* p) { v = load<u32>(p); }
 inline void ld_relaxed_sys_global_u32(u32& v, const void* p) { v = load<u32>(p); }
@@ -49,6 +50,7 @@ inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { lo
 inline void ld_global_L1__no_allocate_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 
 inline void st_release_cta_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
+inline void st_release_cta_u64(void* p, u64 v) { store(p, v, Order::kRelease); }
 inline void st_release_gpu_global_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
 inline void st_release_sys_global_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
 inline void st_relaxed_sys_global_u32(void* p, u32 v) { store(p, v); }

@@ -41,7 +41,9 @@ class NetworkMemory:
             driver.fill(self.base + self._first, 0, self._size)
         values = np.zeros(1, structs.NetworkState.dtype({}))
         values["base"], values["ring"], values["ring_mask"] = self.base, self.ring, layout.num_ring_entries - 1
-        driver.copy_async(state + layout.local.offsets["network"], values.ctypes.data, values.nbytes, 0)
+        peers = np.array([0 if layout.config.has_relay else ptr for ptr in memory.network_peers], np.uint64)
+        for name, array in (("network", values), ("network_peers", peers)):
+            driver.copy_async(state + layout.local.offsets[name], array.ctypes.data, array.nbytes, 0)
         driver.synchronize(0)
 
     def start_relay(self) -> None:

@@ -492,22 +492,19 @@ class NodesThroughput(RowMover):
         signature: int,
         choice: Mapping[str, int],
     ) -> None:
-        base = self._runtime.memory.ptr
-        staging = {name: self._landing + at for name, at in self._nodes.staging(row_bytes).offsets.items()}
+        exposed = self._nodes.staging(row_bytes).offsets
+        first = self._landing
         if capacity > self._config.num_max_recv_tokens:
             first = next(self.results.offset_of(block) for rows, block in self._exposed if rows >= capacity)
-            staging |= {name: first + at for name, at in self._nodes.exposed(capacity, row_bytes).offsets.items()}
-        chunk = self._nodes.chunk(sent_bytes, 0, 0, params["topk_weights"] != 0)
+            exposed = self._nodes.exposed(capacity, row_bytes).offsets
+        has_weights = params["topk_weights"] != 0
         params.update(
-            exposed_offset=staging["exposed"],
-            exposed_weights_offset=staging["exposed_weights"],
-            sums=base + staging["sums"],
-            sum_weights=base + staging["sum_weights"],
+            exposed_offset=first + exposed["exposed"],
+            exposed_weights_offset=first + exposed["exposed_weights"],
             capacity=capacity,
             call_signature=signature,
-            chunk_tokens=chunk.num_tokens,
-            chunk_weights=chunk.offsets["weights"],
-            chunk_rows=chunk.offsets["rows"],
+            chunk_tokens=self._nodes.chunk(sent_bytes, 0, 0, has_weights).num_tokens,
+            sum_stride=self._nodes.sum_stride(sent_bytes, with_weights=has_weights),
             **choice,
         )
 

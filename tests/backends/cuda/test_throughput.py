@@ -126,9 +126,8 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any, sizes: dict[str, Any]) -
             assert landing.start <= BASE + combine.recv_topk_weights_offset <= BASE + combine.recv_x_offset - rows * 4 * 4
             assert BASE + combine.recv_x_offset + rows * 512 <= landing.stop
         else:
-            num_sums = buffer._backend.runtime.layout.nodes.num_max_node_sums
-            assert landing.start <= combine.sum_weights < combine.sums
-            assert combine.sums + num_sums * 512 <= BASE + combine.exposed_weights_offset
+            assert combine.sum_stride == 640
+            assert landing.start <= BASE + combine.exposed_weights_offset < BASE + combine.exposed_offset
             assert BASE + combine.exposed_offset + buffer.config.num_max_recv_tokens * 512 <= landing.stop
         assert (like(back.x), back.x.ptr) == (("bfloat16", (10, 256)), combine.out)
         assert (like(back.topk_weights), back.topk_weights.ptr) == (("float32", (10, 4)), combine.out_topk_weights)
