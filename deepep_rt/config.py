@@ -127,7 +127,7 @@ class Config:
         check_inputs: Whether the device reports expert numbers that are out of range.
         path: The way of rows between nodes: "auto", "hierarchical" or "direct".
         recv_limit: `num_max_recv_tokens` as given to the Buffer. The property `num_max_recv_tokens` is the number that counts.
-        transport: "nvshmem", "nixl" or "mpi": the transport to ranks of other nodes, which is chosen when the Buffer is made.
+        transport: "nvshmem", "nixl", "mpi" or "wire": the transport to ranks of other nodes, which is chosen when the Buffer is made.
         statistics: Whether calls add to the numbers of `Buffer.statistics`.
         leaves_sms: Whether the program passed `num_sms=None`. A stored tuning may then replace `num_sms`.
         has_slots: Whether ranks may come and go. `num_ranks` counts slots then: numbers of ranks that may have a process.
@@ -262,6 +262,11 @@ class Config:
     @cached_property
     def has_relay(self) -> bool:
         """Whether a relay of the host carries what goes to other nodes."""
+        return self.has_network and self.transport in ("nixl", "mpi")
+
+    @cached_property
+    def has_ring(self) -> bool:
+        """Whether kernels put by descriptors in a ring, which a relay or the kernel `wire` carries."""
         return self.has_network and self.transport != "nvshmem"
 
     @cached_property
@@ -376,7 +381,7 @@ class Config:
             "kRingDepth": self.low_latency_ring_depth,
             "kRanksPerNode": self.node_size,
             "kLlBitmapWords": self.low_latency_bitmap_words,
-            "kHasRelay": int(self.has_relay),
+            "kHasRelay": int(self.has_ring),
             "kHasStatistics": int(self.statistics),
             "kHasSlots": int(self.has_slots),
         }

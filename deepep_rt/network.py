@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ._checks import argument_error, choice, flag, whole_number
 from .errors import EPConfigError
 
-TRANSPORTS = ("auto", "nvshmem", "nixl", "mpi")
+TRANSPORTS = ("auto", "nvshmem", "nixl", "mpi", "wire")
 """Values of `NetworkOptions.transport`."""
 
 REMOTE_TRANSPORTS = ("ibrc", "ibdevx", "gpunetio", "ucx", "libfabric", "none")
@@ -32,14 +32,16 @@ class Choice(NamedTuple):
 class NetworkOptions:
     """Settings of the network between the nodes of a Buffer on GPUs.
 
-    All options but `transport` are NVSHMEM's. They take effect when NVSHMEM starts, with the first Buffer of the process. If such an option
-    is None, NVSHMEM uses its default. If the user has set the environment variable of an option, the variable wins. The user can set any
-    other `NVSHMEM_*` variable too. `docs/several-nodes.md` tells when to change which option.
+    All options but `transport` and those of the wire are NVSHMEM's. They take effect when NVSHMEM starts, with the first Buffer of the
+    process. If such an option is None, NVSHMEM uses its default. If the user has set the environment variable of an option, the variable
+    wins. The user can set any other `NVSHMEM_*` variable too. `docs/several-nodes.md` tells when to change which option.
 
     Args:
         transport: "nvshmem": the GPU sends with NVSHMEM, which needs a NIC, or all ranks on one host. "nixl": a thread of the host sends
             with NIXL, over RDMA or TCP; it needs no MPI. "mpi": a thread of the host sends with MPI, over any network. "auto": NVSHMEM if
             every host has a NIC that it can use, or if all ranks are on one host; otherwise NIXL if all ranks have it; otherwise MPI.
+            "wire": for tests and benches with all ranks on one host. A kernel on 8 SMs moves rows between declared nodes as slowly as a
+            NIC would. "auto" never chooses it.
         nvshmem_remote_transport: NVSHMEM's transport over the network: "ibrc" (its default), "ibdevx", "gpunetio", "ucx", "libfabric" or
             "none". Default with all ranks on one host: "none". Sets `NVSHMEM_REMOTE_TRANSPORT`.
         ibgda: Let the GPU write to a ConnectX NIC (InfiniBand or RoCE) without the CPU. The host still sends over
@@ -53,6 +55,9 @@ class NetworkOptions:
             turn. Default: the NIC next to the GPU. Sets `NVSHMEM_HCA_PE_MAPPING` and `NVSHMEM_ENABLE_NIC_PE_MAPPING`.
         bootstrap_interface: Network interface over which the ranks exchange addresses when NVSHMEM starts. It carries no data. Sets
             `NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME`.
+        wire_bandwidth: GB/s that each rank can send over the wire, a whole number from 1 to 1000.
+        wire_latency: Microseconds that a message takes besides its bytes, a whole number from 0 to 1000. Single messages take up
+            to an eighth more or less.
 
     Raises:
         EPConfigError: if a value is out of range.
@@ -70,6 +75,8 @@ class NetworkOptions:
     queue_depth: int | None = None
     nics: Sequence[str] | None = None
     bootstrap_interface: str | None = None
+    wire_bandwidth: int = 50
+    wire_latency: int = 10
 
     def __post_init__(self) -> None:
         if isinstance(self.transport, str) and self.transport in REMOTE_TRANSPORTS:  # its values in earlier versions
@@ -87,6 +94,8 @@ class NetworkOptions:
         ):
             if (value := getattr(self, name)) is not None:
                 self._set(name, whole_number(value, name, least, most, error=EPConfigError))
+        for name, least in (("wire_bandwidth", 1), ("wire_latency", 0)):
+            self._set(name, whole_number(getattr(self, name), name, least, 1000, error=EPConfigError))
         is_list = isinstance(self.nics, Sequence) and not isinstance(self.nics, str)
         if self.nics is not None and not (is_list and self.nics and all(map(_is_port, self.nics))):
             expected = "names with a port, such as ['mlx5_0:1', 'mlx5_1:1']"

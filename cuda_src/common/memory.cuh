@@ -131,6 +131,12 @@ __device__ __forceinline__ u64 max_relaxed_gpu(u64* p, u64 v) {
   return old;
 }
 
+__device__ __forceinline__ u64 fetch_add_relaxed_gpu(u64* p, u64 v) {
+  u64 old;
+  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(old) : "l"(p), "l"(v) : "memory");
+  return old;
+}
+
 __device__ __forceinline__ void add_relaxed_gpu(u64* p, u64 v) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }

@@ -1,9 +1,9 @@
 // Communication between scale-up domains. A domain is a group of kRanksPerNode ranks with consecutive numbers. The ranks of a domain
-// address each other's memory. Rows for ranks of other domains (scale-out) go through a transport: NVSHMEM, or a relay of the host
-// (kHasRelay).
+// address each other's memory. Rows for ranks of other domains (scale-out) go through a transport: NVSHMEM, or a relay that
+// takes descriptors from a ring (kHasRelay): a thread of the host, or the kernel `wire`.
 //
 // Offsets are those of symmetric memory. The bytes of a put lie in network memory at both ends, and stay there until the receiver has them.
-// Network memory is NVSHMEM's, or with a relay pinned host memory. Its offsets are those of the last part of symmetric memory.
+// Network memory is NVSHMEM's, or with a relay of the host pinned host memory. Its offsets are those of the last part of symmetric memory.
 // A word arrives after all bytes that were put with it, and after nothing else. One lane may wait for the word with an acquiring wait, and
 // then its warp may read.
 #pragma once

@@ -29,8 +29,8 @@ Measure = Callable[[Communicator, Config], LinkRates]
 _MARGIN = 0.1  # within it the hierarchical path is taken: it sends fewer messages, and its rates depend less on other jobs
 
 _NEAR_BYTES_PER_S, _NEAR_LATENCY_S = 150e9, 15e-6  # H800 over NVLink
-_FAR_BYTES_PER_S = {"nvshmem": 43e9, "nixl": 1.5e9, "mpi": 1.5e9}  # a NIC of 400 Gb/s, and relays over TCP
-_FAR_LATENCY_S = {"nvshmem": 25e-6, "nixl": 100e-6, "mpi": 100e-6}
+_FAR_BYTES_PER_S = {"nvshmem": 43e9, "nixl": 1.5e9, "mpi": 1.5e9, "wire": 43e9}  # a NIC of 400 Gb/s, and relays over TCP
+_FAR_LATENCY_S = {"nvshmem": 25e-6, "nixl": 100e-6, "mpi": 100e-6, "wire": 25e-6}
 _RELAY_ON_ONE_HOST = 3.3e9  # bytes a second through shared memory
 _LINE_SHARE = 0.86  # of a NIC's line rate, that rows reach
 
@@ -148,7 +148,7 @@ def usual_rates(transport: str, num_hosts: int, line_rate: float = 0.0) -> LinkR
     """
     far = _FAR_BYTES_PER_S[transport]
     if num_hosts == 1:
-        far = _NEAR_BYTES_PER_S if transport == "nvshmem" else _RELAY_ON_ONE_HOST
+        far = {"nvshmem": _NEAR_BYTES_PER_S, "wire": far}.get(transport, _RELAY_ON_ONE_HOST)
     elif transport == "nvshmem" and line_rate:
         far = _LINE_SHARE * line_rate
     return LinkRates(_NEAR_BYTES_PER_S, _NEAR_LATENCY_S, far, _FAR_LATENCY_S[transport])

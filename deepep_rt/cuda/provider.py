@@ -38,6 +38,10 @@ def allocator_of(config: Config, setting: str) -> SymmetricAllocator:
                 "DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem; expected CUDA's virtual memory for a Buffer with slots (max_ranks). Unset it."
             )
         return heap
+    if config.has_ring and not config.has_relay:
+        from . import wire
+
+        return wire
     with_nvshmem: SymmetricAllocator = RelayAllocator(config.node_size) if config.has_relay else nvshmem
     if setting == "nvshmem":
         return with_nvshmem

@@ -39,7 +39,7 @@ class RankFacts(NamedTuple):
 
 
 def choose_transport(transport: str, facts: Sequence[RankFacts]) -> Choice:
-    """Choose "nvshmem", "nixl" or "mpi", with the reason. All ranks get the same result from the same facts.
+    """Choose "nvshmem", "nixl", "mpi" or "wire", with the reason. All ranks get the same result from the same facts.
 
     Between the GPUs of one host, NVSHMEM needs no NIC. Raise EPUnavailableError if the requested transport, or with "auto" any transport,
     cannot work.
@@ -64,6 +64,13 @@ def choose_transport(transport: str, facts: Sequence[RankFacts]) -> Choice:
                 f"transport='mpi', but {no_mpi}; expected MPI for the relay. Pass transport='nixl', or {_MPI_REMEDY}."
             )
         return Choice("mpi", "transport='mpi' was passed")
+    if transport == "wire":
+        if not is_one_host:
+            raise EPUnavailableError(
+                "transport='wire' is for tests and benches in one host, and the ranks are on several; expected all ranks on one host. Pass "
+                "another transport."
+            )
+        return Choice("wire", "transport='wire' was passed")
     if not no_nic:
         found = "all ranks are on one host" if is_one_host else "every host has a NIC that NVSHMEM can use"
         return Choice("nvshmem", wish or found)

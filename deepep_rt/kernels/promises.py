@@ -51,6 +51,7 @@ PROMISES: dict[str, Promise] = {
     "combine_nodes_fp8": Promise(loads_at_once=8),
     "combine_nodes_log10": Promise(loads_at_once=8),
     "link_rates": Promise(),
+    "wire": Promise(bulk_copies=True),
     "ll_dispatch": Promise(loads_at_once=2, narrow_accesses=True),
     "ll_dispatch_opaque": Promise(loads_at_once=2, narrow_accesses=True),
     "ll_combine": Promise(loads_at_once=4, narrow_accesses=True),

@@ -249,6 +249,17 @@ Descriptor = CStruct(
     """,
 )
 
+WireState = CStruct(
+    "WireState",
+    """
+    u64 free_at;   // time until which the messages of before occupy the wire
+    u32 carried;   // descriptors that earlier launches have carried; it wraps around
+    u32 stop;      // 1: the kernel that puts has ended; the host sets it in the stream
+    u32 blocks;    // of the running launch that have finished
+    u32 unused;
+    """,
+)
+
 RouteNodesBlock = CStruct(
     "RouteNodesBlock",
     """
@@ -327,7 +338,7 @@ CallStatistics = CStruct(
 
 SHARED = (
     RouteMessage, RouteBlock, RecvWindow, State, LostRanks, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox,
-    NetworkState, Descriptor, RouteNodesBlock, SourceCounts, FlowCounts, NodeWindow, Hello, ChunkHead, CallStatistics,
+    NetworkState, Descriptor, WireState, RouteNodesBlock, SourceCounts, FlowCounts, NodeWindow, Hello, ChunkHead, CallStatistics,
 )  # fmt: skip
 
 LL_SEND, LL_RECEIVE = 1, 2

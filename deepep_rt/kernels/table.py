@@ -41,6 +41,7 @@ class Kernel:
     is_local: bool = False  # works on arrays of one rank without a Buffer (jit/launch.py)
     needs_fp8: bool = False  # needs a GPU that converts to FP8
     low_latency: bool = False  # needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM
+    carries: str = ""  # carries what others put over this transport
     over_nodes: bool = False  # serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node
     scale_up_only: bool = False  # all ranks must reach each other directly
     overlaps: bool = False  # may start while its predecessor ends. Waits for it before it uses what it writes (common/memory.cuh)
@@ -49,6 +50,8 @@ class Kernel:
     def fits(self, config: Config) -> bool:
         """Return whether a Buffer of these sizes can launch the kernel."""
         if self.compression and config.hidden % (LOW_LATENCY_CHANNELS if self.low_latency else FP8_GROUP):
+            return False
+        if self.carries and self.carries != config.transport:
             return False
         if self.over_nodes:
             return config.has_network and config.num_nodes <= MAX_NODES and config.node_size <= MAX_RANKS_PER_NODE
@@ -61,6 +64,10 @@ class Kernel:
         if not (self.low_latency or self.over_nodes):
             return False
         return constants["kRanksPerNode"] < constants["kNumRanks"] and not constants["kHasRelay"]
+
+    def puts(self, config: Config) -> bool:
+        """Return whether the kernel puts something to other nodes of a Buffer of these sizes."""
+        return config.has_network and (self.low_latency or self.over_nodes) and not self.carries
 
     @property
     def call_kind(self) -> int:
@@ -502,6 +509,19 @@ KERNELS: dict[str, Kernel] = {
                 max_stack_bytes=8,  # arguments of NVSHMEM's functions
             )
             for compression in (None, *COMPRESSIONS)
+        ),
+        Kernel(
+            "wire",
+            _COMMON
+            + """
+    i32 ps_per_byte;        // that a byte takes on the wire
+    i32 latency_ns;
+""",
+            folder="nodes",
+            threads="kWireThreads",
+            shared="kWireSharedBytes",
+            over_nodes=True,
+            carries="wire",
         ),
         Kernel(
             "link_rates",

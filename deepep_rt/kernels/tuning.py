@@ -106,6 +106,9 @@ def _nodes_constants(config: Config, with_tma: bool) -> dict[str, int]:
     """Return the shapes of the blocks of calls over several nodes. With TMA each stage holds one row, or several short ones."""
     if not with_tma:
         return {
+            "kWireThreads": 256,
+            "kWireStageBytes": 4096,
+            "kWireSharedBytes": 0,
             "kNodesThreads": 256,
             "kNodesStageBytes": 0,
             "kDispatchNodesThreads": 256,
@@ -121,6 +124,9 @@ def _nodes_constants(config: Config, with_tma: bool) -> dict[str, int]:
 
     dispatch = shape(_NODES_COPY_WARPS, 8)
     return {
+        "kWireThreads": 256,
+        "kWireStageBytes": 4096,
+        "kWireSharedBytes": 8 * 4 * 4096,  # four stages of each warp
         "kNodesThreads": 512,
         "kNodesStageBytes": pitch,
         "kDispatchNodesThreads": 32 * (dispatch[0] + 1),  # one of them raises signals

@@ -166,7 +166,8 @@ def _named(prefix: str, cases: dict[str, Case]) -> dict[str, Case]:
 
 _LL = dict(num_max_dispatch_tokens_per_rank=8, hidden=HIDDEN, num_ranks=4, num_experts=EXPERTS)
 _HINT = _positional(lambda w, *numbers: deep_ep.get_low_latency_rdma_size_hint(*numbers), **_LL)
-_NETWORK = dict(service_level=3, connections_per_peer=4, queue_depth=128)
+_NVSHMEM = dict(service_level=3, connections_per_peer=4, queue_depth=128)
+_NETWORK = dict(**_NVSHMEM, wire_bandwidth=100, wire_latency=5)
 _V1_CALL = dict(num_max_dispatch_tokens_per_rank=8, num_experts=EXPERTS)
 
 # A public argument that is missing here fails a test below.
@@ -205,7 +206,7 @@ CASES: dict[str, Case] = {
     },
     **_named(
         "NetworkOptions",
-        _positional(lambda w, *n: NetworkOptions(**dict(zip(_NETWORK, n, strict=True))).environment(), **_NETWORK),
+        _positional(lambda w, *n: NetworkOptions(**dict(zip(_NETWORK, n, strict=True))).common(), **_NETWORK),
     ),
     "torch.dispatch.num_worst_tokens": (8, lambda w, v: _send_tensors(w, num_worst_tokens=v)),
     "torch.dispatch.expert_alignment": (4, lambda w, v: _send_tensors(w, expert_alignment=v)),
@@ -311,7 +312,7 @@ MAY_BE_NONE = (
     "ranks_per_node",
     "row_bytes",
     "num_rows",
-    *_NETWORK,
+    *_NVSHMEM,
     "ElasticBuffer.num_bytes",
     "ElasticBuffer.dispatch.num_max_tokens_per_rank",
     "ElasticBuffer.dispatch.expert_alignment",

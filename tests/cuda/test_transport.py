@@ -38,6 +38,7 @@ WISH = [RankFacts("a 1", NO_NIC, "", NO_NIXL), RankFacts("b 2", "", "", "", "NVS
         ("mpi", GOOD, "mpi", "was passed"),
         ("nixl", GOOD, "nixl", "was passed"),
         ("nvshmem", GOOD, "nvshmem", "was passed"),
+        ("wire", ONE_HOST, "wire", "was passed"),
         ("nvshmem", ONE_HOST, "nvshmem", "was passed"),
         ("nvshmem", WISH, "nvshmem", "was passed"),
     ],
@@ -62,6 +63,7 @@ def test_the_choice_and_its_reason(asked: str, facts: list[RankFacts], chosen: s
             WITHOUT_NIXL,
             r"transport='nixl', but rank 1 on b has no NIXL.*; expected NIXL .*Install nixl-cu12",
         ),
+        ("wire", GOOD, r"transport='wire' is for tests and benches in one host.*; expected all ranks on one host"),
         ("mpi", WITHOUT_MPI, r"transport='mpi', but rank 0 on a has a communicator over a store; expected MPI.*mpirun"),
     ],
 )

@@ -37,7 +37,7 @@ def topology(request):
     return request.param
 
 
-@pytest.fixture(params=["nvshmem", "nvshmem-puts", "mpi", *([] if nixl_objection() else ["nixl"])])
+@pytest.fixture(params=["nvshmem", "nvshmem-puts", "wire", "mpi", *([] if nixl_objection() else ["nixl"])])
 def settings(request, topology, monkeypatch):
     """With nvshmem, kernels write to other nodes over NVLink. With nvshmem-puts, they leave that to NVSHMEM, as over a NIC."""
     (node, path), (transport, *puts) = topology, request.param.split("-")

@@ -35,6 +35,7 @@ SHAPES = {
     "6 ranks, 1 a node, top-32, relay": Config(
         num_ranks=6, num_max_tokens_per_rank=100, hidden=512, num_topk=32, num_experts=96, ranks_per_node=1, transport="mpi"
     ),
+    "4 ranks, 2 a node, wire": replace(CONFIG, num_ranks=4, ranks_per_node=2, transport="wire"),
 }
 FOR_SM_100 = ("8 ranks", "16 ranks, 8 a node")
 FOR_COMPRESSED_ROWS = ("8 ranks", "3 ranks, top-32", "8 ranks, masking", "16 ranks, 8 a node")
@@ -52,6 +53,8 @@ def _differs(kernel: Kernel, dtype: str | None, arch: str, shape: str) -> bool:
     config = SHAPES[shape]
     if (kernel.low_latency or kernel.over_nodes or kernel.compression) and not kernel.fits(config):
         return False
+    if config.transport == "wire":  # the other kernels are those of a relay
+        return bool(kernel.carries)
     return not (
         (config.on_timeout == "mask" and not kernel.low_latency)  # the same kernel as without
         or (
@@ -67,7 +70,7 @@ def _differs(kernel: Kernel, dtype: str | None, arch: str, shape: str) -> bool:
 def _cases() -> Iterator[Any]:
     for shape, arch, (name, dtype) in itertools.product(SHAPES, _archs(), VARIANTS):
         if _differs(KERNELS[name], dtype, arch, shape):
-            quick = arch == "sm_90" and shape in FOR_SM_100 and dtype in (None, "bfloat16")
+            quick = arch == "sm_90" and (shape in FOR_SM_100 or KERNELS[name].carries) and dtype in (None, "bfloat16")
             yield pytest.param(arch, name, dtype, shape, marks=() if quick else pytest.mark.full)
 
 
@@ -88,7 +91,7 @@ def test_every_kernel_compiles_without_spills(
     assert (built.info["spill_stores"], built.info["spill_loads"]) == (0, 0)
     assert built.info["stack_bytes"] <= kernel.max_stack_bytes
     assert built.info["static_shared_bytes"] + built.info["dynamic_shared_bytes"] <= 227 * 1024
-    assert built.info["nvshmem"] == (config.has_network and not config.has_relay)
+    assert built.info["nvshmem"] == (config.has_network and not config.has_ring)
     if built.info["nvshmem"]:
         assert {"nvshmem", "nvshmem_device_sha256", "nvjitlink"} <= set(built.info["versions"])
         assert arch == "sm_100" or built.info["bytes"] > 100_000, "the device library is missing"

@@ -10,7 +10,7 @@ import pytest
 from scenarios import Scenario, Sum
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
-from deepep_rt.backends.cuda import expert_rows, link_rates
+from deepep_rt.backends.cuda import expert_rows, link_rates, network_memory
 from deepep_rt.cuda import driver
 from deepep_rt.kernels import nodes_layout, structs
 from tests.kernels_on_cpu import compiler, fake_driver
@@ -37,8 +37,8 @@ TWO_BY_TWO = dict(**SIZES, ranks_per_node=2)
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch):
     """Make chunks of four tokens and two slots, so that chunks wait for credits."""
-    monkeypatch.setattr(nodes_layout, "_CHUNK_BYTES", {"nvshmem": 512, "mpi": 512})
-    monkeypatch.setattr(nodes_layout, "_MOST_SLOTS", {"nvshmem": 2, "mpi": 2})
+    for name, number in (("_CHUNK_BYTES", 512), ("_MOST_SLOTS", 2)):
+        monkeypatch.setattr(nodes_layout, name, dict.fromkeys(("nvshmem", "mpi", "wire"), number))
 
 
 @pytest.mark.full
@@ -66,6 +66,43 @@ def test_nodes_that_reach_each_other(seed, arch, dtype, path):
     """Kernels write to the memory of other nodes themselves. A stage for float32 holds two rows of other types."""
     with Machine(4, seed, arch, num_sms=(None, 1)[seed % 2], weak_memory=True, transport="nvlink") as machine:
         throughput_rounds(machine, machine.buffers(**TWO_BY_TWO, path=path, dtype=dtype), seed, 4)
+
+
+@pytest.mark.parametrize(
+    ("seed", "arch", "path"),
+    [(0, "sm_90", "hierarchical"), *(pytest.param(1, arch, "direct", marks=pytest.mark.full) for arch in ("sm_80", "sm_90"))],
+)
+def test_wire(seed, arch, path, monkeypatch):
+    """A kernel carries the puts of both modes."""
+    monkeypatch.setattr(network_memory.Wire, "NUM_BLOCKS", 2)
+    with Machine(4, seed, arch, weak_memory=True, transport="wire") as machine:
+        buffers = machine.buffers(**{**TWO_BY_TWO, "hidden": 256}, path=path, low_latency=True, low_latency_sms=2)
+        for count in range(2):
+            throughput_rounds(machine, buffers, 10 * seed + count, 2)
+            if arch != "sm_80":  # its low-latency rows are other ones
+                low_latency_rounds(machine, buffers, 10 * seed + count, 2)
+
+
+def test_a_silent_rank_of_a_wire(monkeypatch):
+    """The kernel that waits ends, and so does the wire. Each launch of a call has one of the wire."""
+    monkeypatch.setattr(network_memory.Wire, "NUM_BLOCKS", 1)
+    with Machine(2, 0, weak_memory=True, transport="wire") as machine:
+        buffers = machine.buffers(**{**SIZES, "num_experts": 4}, ranks_per_node=1)
+        made = ThroughputRound(machine, buffers, 5)
+        x, idx = ([machine.put(rank, getattr(made.inputs[rank], name)) for rank in range(2)] for name in ("x", "topk_idx"))
+        handles = [buffers[rank].dispatch(x[rank], idx[rank], num_worst_tokens=80).handle for rank in range(2)]
+        machine.run()
+        with machine.recorded() as launches:
+            sent = [buffers[rank].dispatch(x[rank], handle=handles[rank]) for rank in range(2)]
+        machine.run()
+        assert sorted({launch.name for _, launch in launches}) == ["dispatch_nodes", "wire"]
+        for rank in range(2):
+            expected = made.round.expected(rank)
+            assert_same(sent[rank].recv_x[: expected.num_kept], expected.x[: expected.num_kept])
+        buffers[0].dispatch(x[0], handle=handles[0])
+        machine.run()
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1 on node 1"):
+            buffers[0].check()
 
 
 @pytest.mark.parametrize("seed", seeds(2))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from deepep_rt import EPOutOfMemoryError
+from deepep_rt import EPOutOfMemoryError, NetworkOptions
 from deepep_rt.arrays import frameworks
 from deepep_rt.backends import agreement, factory, members, path_choice
 from deepep_rt.backends.cuda import backend as cuda_backend
@@ -304,6 +304,7 @@ class _SymmetricMemory:
         self.addresses = self.peers
         self.ptr, self.network_base = fake.symmetric[rank], fake.network[rank]
         self.network_peers = fake.network if fake.reaches_network else [0] * fake.num_ranks
+        self.options = request.network or NetworkOptions()
         self.network_ids = [fake.gpus.network_id(peer) for peer in range(fake.num_ranks)]
 
     def all_free(self, sound: bool, timeout_s: float | None) -> bool:

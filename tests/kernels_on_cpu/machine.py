@@ -51,7 +51,7 @@ class Machine(AbstractContextManager):
         num_sms: Blocks that run on a GPU at a time; None: no limit.
         cuda_src: The folder of the kernels; None: that of the package.
         weak_memory: Delay stores in the memory of other GPUs, in any order that releases and fences allow.
-        transport: The transport between nodes: "nvshmem", "mpi", or "nvlink" for NVSHMEM where GPUs reach each other.
+        transport: The transport between nodes: "nvshmem", "mpi", "wire", or "nvlink" for NVSHMEM where GPUs reach each other.
         can_sleep: Whether Buffers can sleep. Their memory has undefined contents then.
     """
 
@@ -75,7 +75,7 @@ class Machine(AbstractContextManager):
         self._driver = FakeDriver(
             self._gpus, [arch] * num_ranks if isinstance(arch, str) else arch, cuda_src, weak_memory, self._pause
         )
-        self._driver.reaches_network = transport == "nvlink"
+        self._driver.reaches_network = transport in ("nvlink", "wire")
         self._driver.transport = "nvshmem" if transport == "nvlink" else transport
         self._driver.can_sleep = can_sleep
         self._num_idle_pauses = 0  # of the host, since work was queued

@@ -81,6 +81,7 @@ T add(T* p, T v, Order order = Order::kRelaxed) {
 inline void atom_acq_rel_sys_global_add_u32(u32& old, u32* p, u32 v) { old = add(p, v, Order::kRelease); }
 inline void atom_acq_rel_gpu_global_add_u32(u32& old, u32* p, u32 v) { old = add(p, v, Order::kRelease); }
 inline void atom_relaxed_gpu_global_add_u32(u32& old, u32* p, u32 v) { old = add(p, v); }
+inline void atom_relaxed_gpu_global_add_u64(u64& old, u64* p, u64 v) { old = add(p, v); }
 inline void red_relaxed_gpu_global_add_u64(u64* p, u64 v) { add(p, v); }
 inline void red_relaxed_gpu_global_add_s32(int* p, int v) { add(p, v); }
 inline void atom_relaxed_gpu_global_max_u64(u64& old, u64* p, u64 v) {

@@ -49,7 +49,7 @@ from .runtime import CudaRuntime
 from .statistics import GpuStatistics
 from .throughput import NodesThroughput, Throughput, ThroughputCalls
 
-_TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "nixl": "a relay over NIXL", "mpi": "a relay over MPI"}
+_TRANSPORT_NAMES = {"nvshmem": "NVSHMEM", "nixl": "a relay over NIXL", "mpi": "a relay over MPI", "wire": "the wire"}
 MEASURE: Callable[..., LinkRates] | None = measure_links
 """Measures the links of GPUs for `path="auto"`. None: the usual rates of the transport decide."""
 
@@ -102,7 +102,7 @@ class CudaBackend:
             if MEASURE is not None and config.num_nodes <= MAX_NODES and self._may_measure(allocator):
                 allocate = functools.partial(self._allocate, allocator, network=network)
                 measure = functools.partial(MEASURE, device=device, arch=arch, context=self.context, allocate=allocate)
-            path = self._agree_on_path(config, hosts, gpus, measure)
+            path = self._agree_on_path(config, hosts, gpus, measure, network)
             config = dataclasses.replace(config, path=path.choice.name)
         self._tuning_key = saved_tunings.key_of(config, gpus)
         mine = saved_tunings.load(self._tuning_key, config) if comm.Get_rank() == 0 else None
@@ -191,7 +191,14 @@ class CudaBackend:
         comm = self.comm
         return not any(comm.allgather(allocator.is_shared(comm) or _env.assert_cached()))
 
-    def _agree_on_path(self, config: Config, hosts: Sequence[str], gpus: Sequence[str], measure: Measure | None) -> AgreedPath:
+    def _agree_on_path(
+        self,
+        config: Config,
+        hosts: Sequence[str],
+        gpus: Sequence[str],
+        measure: Measure | None,
+        network: NetworkOptions | None,
+    ) -> AgreedPath:
         topology = {
             "backend": self.name,
             "transport": config.transport,
@@ -199,6 +206,8 @@ class CudaBackend:
             "hosts": list(hosts),
             "gpus": list(gpus),
         }
+        if network is not None and config.transport == "wire":
+            topology["wire"] = [network.wire_bandwidth, network.wire_latency]
         usual = usual_rates(config.transport, len(set(hosts)), line_rate(list_nics()))  # those of rank 0 count
         return agree_on_path(self.comm, config, topology, usual, measure)
 
@@ -208,10 +217,9 @@ class CudaBackend:
         num_slots = config.num_ranks if config.has_slots else None
         request = MemoryRequest(near_bytes, config.timeout_s, config.node_size, network, num_slots=num_slots)
         if config.has_network and not config.has_relay:
-            start = layout.network_start
-            request = dataclasses.replace(
-                request, num_bytes=layout.symmetric.num_bytes, near_bytes=near_bytes, network_start=start
-            )
+            request = dataclasses.replace(request, num_bytes=layout.symmetric.num_bytes)
+            if not config.has_ring:
+                request = dataclasses.replace(request, near_bytes=near_bytes, network_start=layout.network_start)
         if not config.has_relay:  # the ranks allocate together, so they fail together
             return allocator.allocate(comm, request)
         memory = None

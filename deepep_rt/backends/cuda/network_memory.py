@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from ...comm.communicator import Communicator
 from ...comm.relay import Relay
 from ...cuda import driver
 from ...cuda.transport import SymmetricMemory
+from ...jit.launch import Launcher
 from ...kernels import structs
 from ...kernels.layout import Layout
 
@@ -34,21 +35,26 @@ class NetworkMemory:
         self.wake: Callable[[], None] = _do_nothing
         """Wake the relay before kernels put something."""
         self._may_free = True
-        if layout.config.has_relay:
+        config = layout.config
+        if config.has_relay:
             self.base = self._pinned(self._size) - self._first
             self.ring = self._pinned(layout.ring_bytes)
         else:
             driver.fill(self.base + self._first, 0, self._size)
+        if config.has_ring and not config.has_relay:
+            self.ring = driver.allocate(layout.ring_bytes)
+            resources.callback(driver.free, self.ring)
+            driver.fill(self.ring, 0, layout.ring_bytes)
         values = np.zeros(1, structs.NetworkState.dtype({}))
         values["base"], values["ring"], values["ring_mask"] = self.base, self.ring, layout.num_ring_entries - 1
-        peers = np.array([0 if layout.config.has_relay else ptr for ptr in memory.network_peers], np.uint64)
+        peers = np.array([0 if config.has_relay else ptr for ptr in memory.network_peers], np.uint64)
         for name, array in (("network", values), ("network_peers", peers)):
             driver.copy_async(state + layout.local.offsets[name], array.ctypes.data, array.nbytes, 0)
         driver.synchronize(0)
 
     def start_relay(self) -> None:
-        """Start the relay, if there is one. Collective."""
-        if not self.ring:
+        """Start the relay of the host, if there is one. Collective."""
+        if not self._layout.config.has_relay:
             return
         descriptor, config = structs.Descriptor.dtype({}), self._layout.config
         self._resources.callback(self.close)  # before the memory is freed
@@ -93,6 +99,43 @@ class NetworkMemory:
 
 
 def _do_nothing() -> None: ...
+
+
+class Wire:
+    """Launches the kernel `wire` beside each kernel that puts. Both streams belong to the same capture, if there is one.
+
+    `launch` launches it on a stream, and `state` is the address of its WireState.
+    """
+
+    NUM_BLOCKS = 8
+
+    def __init__(self, launch: Callable[[int], None], state: int, resources: ExitStack) -> None:
+        self._launch, self._stop = launch, state + structs.offset(structs.WireState.dtype({}), "stop")
+        self._stream = driver.acquire_stream()
+        resources.callback(driver.release_stream, self._stream)
+        self._one = driver.allocate(4)
+        resources.callback(driver.free, self._one)
+        driver.write_int32_now(self._one, 1)
+
+    @contextmanager
+    def carrying(self, stream: int) -> Iterator[None]:
+        """Carry what the kernel puts that the block launches on `stream`."""
+        driver.wait_stream(self._stream, stream)
+        self._launch(self._stream)
+        yield
+        driver.copy_async(self._stop, self._one, 4, stream)
+        driver.wait_stream(stream, self._stream)
+
+
+class WiredLauncher(Launcher):
+    """A `Launcher` for a kernel that puts over the wire."""
+
+    wire: Wire
+
+    def launch(self, stream: int, num_blocks: int, argument_ptr: int) -> None:
+        """See `Launcher.launch`."""
+        with self.wire.carrying(stream):
+            super().launch(stream, num_blocks, argument_ptr)
 
 
 start_relay = Relay

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from ...cuda.local_heap import LocalHeap
 from ...cuda.slots import Slots
 from ...cuda.stream_tracking import StreamPool
 from ...cuda.transport import SymmetricMemory
+from ...cuda.wire import WireMemory
 from ...errors import EPDestroyedError, EPInputError, EPOutOfMemoryError
 from ...jit import build, launch
 from ...jit.build import build_together
@@ -35,7 +36,7 @@ from ..base import BufferInfo
 from ..call_lock import CallLock
 from ..purposes import Purposes
 from .monitor import Monitor, StatusPage
-from .network_memory import NetworkMemory
+from .network_memory import NetworkMemory, Wire, WiredLauncher
 from .stream_order import CallOrder
 
 
@@ -210,9 +211,20 @@ class CudaRuntime:
                 "pes": self.memory.network_ids,
             }
             launches = self.launches("nodes" if name == "link_rates" or "_nodes" in name else name.partition("_")[0])
-            launcher = self.launchers[name, dtype] = Launcher(kernel, function, constants, fixed, launches)
+            wired = kernel.puts(self.config) and self.config.transport == "wire"
+            launcher = (WiredLauncher if wired else Launcher)(kernel, function, constants, fixed, launches)
+            if isinstance(launcher, WiredLauncher):
+                launcher.wire = self._wire
+            self.launchers[name, dtype] = launcher
             launcher.allow_overlap(self._allows_overlap)
         return launcher
+
+    @functools.cached_property
+    def _wire(self) -> Wire:
+        options = cast(WireMemory, self.memory).options
+        values = {"ps_per_byte": round(1000 / options.wire_bandwidth), "latency_ns": 1000 * options.wire_latency}
+        launch = self.launcher("wire").prepare(Wire.NUM_BLOCKS, values)
+        return Wire(launch, self.state + self.layout.local.offsets["wire"], self._resources)
 
     def launches(self, epoch: str) -> list[int]:
         """Return a list whose first number counts the launches that advance an epoch of the kernels: that of "dispatch", "combine", or
