@@ -41,12 +41,11 @@ _QUEUED = 50  # replays in a GPU's queue
 
 
 @dataclass(kw_only=True)
-class Settings(program.Settings):
+class Settings(program.NodeSettings):
     """The settings of this benchmark."""
 
     tokens: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of tokens of each rank
     sms: int | None = None  # `low_latency_sms`. None: the library's default
-    ranks_per_node: int | None = None  # ranks that NVLink connects. The others are reached through NVSHMEM
     on_timeout: str = "raise"
     bf16: bool = False  # dispatch bfloat16 rows instead of FP8
     replays: int = 1000  # steps that are timed
@@ -281,7 +280,7 @@ def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambd
     sizes: dict[str, Any] = dict(
         hidden=settings.hidden, num_topk=settings.topk, num_experts=settings.experts, backend=settings.backend
     )
-    more: dict[str, Any] = {"ranks_per_node": settings.ranks_per_node, "on_timeout": settings.on_timeout}
+    more: dict[str, Any] = {**settings.nodes, "on_timeout": settings.on_timeout}
     more |= {} if settings.sms is None else {"low_latency_sms": settings.sms}
     rows, sms = [], None
     ceilings: dict[int, dict[str, float]] = {}
@@ -304,7 +303,7 @@ def main() -> None:
     parser = program.parser(__doc__)
     parser.add_argument("--tokens", type=program.numbers, default=Settings.tokens, help="tokens of each rank")
     parser.add_argument("--sms", type=int, default=None, help="low_latency_sms; default: the library's")
-    parser.add_argument("--ranks-per-node", type=int, default=None, help="reach other ranks through NVSHMEM; 1: all of them")
+    program.add_node_options(parser)
     parser.add_argument("--on-timeout", choices=("raise", "mask"), default=Settings.on_timeout)
     parser.add_argument("--bf16", action="store_true", help="dispatch bfloat16 rows instead of FP8")
     parser.add_argument("--replays", type=int, default=Settings.replays)

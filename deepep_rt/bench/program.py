@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import _env
 from ..errors import EPError
+from ..network import TRANSPORTS, NetworkOptions
 from .ranks import check_writable, fail_together
 from .references import Reference, load
 from .report import print_result
@@ -40,6 +41,22 @@ class Settings:
         return {"boundary": boundary, "settings": values}
 
 
+@dataclass(kw_only=True)
+class NodeSettings(Settings):
+    """Those of a benchmark that runs over several nodes too."""
+
+    ranks_per_node: int | None = None  # as for `Buffer`. The copy ceiling is then that of puts to other nodes
+    transport: str = "auto"  # these three as for `NetworkOptions`
+    wire_bandwidth: int = NetworkOptions.wire_bandwidth
+    wire_latency: int = NetworkOptions.wire_latency
+
+    @property
+    def nodes(self) -> dict[str, Any]:
+        """The arguments of a Buffer about its nodes."""
+        network = NetworkOptions(transport=self.transport, wire_bandwidth=self.wire_bandwidth, wire_latency=self.wire_latency)
+        return {"ranks_per_node": self.ranks_per_node, "network": network}
+
+
 _Settings = TypeVar("_Settings", bound=Settings)
 
 
@@ -66,6 +83,14 @@ def parser(description: str | None, *, compares: bool = True) -> argparse.Argume
         )
     made.add_argument("--commit", help="the commit to record, where this is no git checkout")
     return made
+
+
+def add_node_options(made: argparse.ArgumentParser) -> None:
+    """Add the options of `NodeSettings` to a parser."""
+    made.add_argument("--ranks-per-node", type=int, default=None, help="reach other ranks as over a network; 1: all of them")
+    made.add_argument("--transport", choices=TRANSPORTS, default=NodeSettings.transport, help="what carries rows between nodes")
+    made.add_argument("--wire-bandwidth", type=int, default=NodeSettings.wire_bandwidth, help="GB/s, of --transport wire")
+    made.add_argument("--wire-latency", type=int, default=NodeSettings.wire_latency, help="microseconds, of --transport wire")
 
 
 def numbers(text: str) -> tuple[int, ...]:

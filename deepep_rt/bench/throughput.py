@@ -30,7 +30,6 @@ from mpi4py import MPI
 from ..buffer import Buffer
 from ..config import PATHS, Config
 from ..errors import EPInputError, EPUnavailableError
-from ..network import TRANSPORTS, NetworkOptions
 from ..results import DispatchHandle
 from . import compressed, nccl, program, timing
 from .machine import Machine
@@ -56,7 +55,7 @@ NUM_SETS = 2  # calls alternate between the inputs, so that the L2 cache does no
 
 
 @dataclass(kw_only=True)
-class Settings(program.Settings):
+class Settings(program.NodeSettings):
     """The settings of this benchmark."""
 
     tokens: tuple[int, ...] = (4096, 8192)  # numbers of tokens of each rank
@@ -65,9 +64,7 @@ class Settings(program.Settings):
     repeats: int = 11  # loops. The result is their median
     warmup: int = 5  # calls before the first loop
     nccl: bool = False  # measure NCCL's all-to-all too
-    ranks_per_node: int | None = None  # as for `Buffer`. The copy ceiling is then that of puts to other nodes
     path: str = "auto"  # as for `Buffer`
-    transport: str = "auto"  # as for `NetworkOptions`
     works: tuple[str, ...] = WORKS
 
     def __post_init__(self) -> None:
@@ -226,8 +223,7 @@ class Bench:
         settings, comm, rows = self.settings, self.comm, []
         sizes: dict[str, Any] = dict(hidden=settings.hidden, num_topk=settings.topk, num_experts=settings.experts)
         sizes |= dict(num_max_tokens_per_rank=max(settings.tokens), num_sms=sms, backend=settings.backend)
-        nodes: dict[str, Any] = dict(ranks_per_node=settings.ranks_per_node, path=settings.path)
-        with Buffer(comm, **sizes, **nodes, network=NetworkOptions(transport=settings.transport)) as buffer:
+        with Buffer(comm, **sizes, path=settings.path, **settings.nodes) as buffer:
             ceilings = buffer.copy_ceilings()
             for num_tokens in settings.tokens:
                 sets = [self.make_inputs(buffer, num_tokens) for _ in range(NUM_SETS)]
@@ -316,9 +312,8 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=Settings.calls, help="calls in a loop")
     parser.add_argument("--repeats", type=int, default=Settings.repeats, help="loops; their median counts")
     parser.add_argument("--warmup", type=int, default=Settings.warmup, help="calls before the first loop")
-    parser.add_argument("--ranks-per-node", type=int, default=None, help="reach other ranks as over a network; 1: all of them")
+    program.add_node_options(parser)
     parser.add_argument("--path", choices=PATHS, default=Settings.path, help="the way of rows between nodes")
-    parser.add_argument("--transport", choices=TRANSPORTS, default=Settings.transport, help="what carries rows between nodes")
     parser.add_argument("--works", type=works, default=WORKS, help="works to measure, such as combine_bf16,combine_fp8")
     parser.add_argument("--nccl", action="store_true", help="measure NCCL's all-to-all of as many bytes too (needs PyTorch)")
     program.run_program(MPI.COMM_WORLD, parser.parse_args(), Settings, run)
