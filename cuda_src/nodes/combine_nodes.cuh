@@ -303,7 +303,7 @@ __device__ inline bool await_sums(const Params& p, u32 epoch, int flow, int chun
 // Returns credits for the chunks whose sums have arrived by a put. Called by a whole warp.
 __device__ inline void return_credits(const Params& p, u32 epoch) {
   const i32* received = at<const i32>(p.handle, kHandleFlowTokens);
-  for_each_chunk(&at<State>(p.state, 0)->nodes_emptied, received, p.chunk_tokens, [&](int flow, int chunk) {
+  for_each_chunk(&at<State>(p.state, 0)->nodes_emptied, received, p.chunk_tokens, first_flow_to_receive(p), [&](int flow, int chunk) {
     if (!needs_credit(chunk, num_chunks(received[flow], p.chunk_tokens)) || network_of(p, far_end(p, flow))) return true;
     const bool ok = __all_sync(~0u, lane_idx() != 0 || await_sums(p, epoch, flow, chunk));
     if (ok) send_credit(p, epoch, flow, chunk);
@@ -510,8 +510,8 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Routes& routes,
   if constexpr (kSendsRows<Form>) {
     const i32* sent = at<const i32>(p.handle, kHandleFlowRecv);
     move_rows<false, Rows<1>>(
-        p, epoch, kPhaseNodeRows, copies, Chunks(&at<State>(p.state, 0)->nodes_filled, sent, p.chunk_tokens), NoChunks(),
-        [&](int flow, int chunk, u32& seen) { return can_fill(p, epoch, flow, chunk, seen); }, NeverReady(), ExposedRows(p),
+        p, epoch, kPhaseNodeRows, copies, Chunks(&at<State>(p.state, 0)->nodes_filled, sent, p.chunk_tokens, first_flow_to_send(p)),
+        NoChunks(), [&](int flow, int chunk, u32& seen) { return can_fill(p, epoch, flow, chunk, seen); }, NeverReady(), ExposedRows(p),
         [&](int flow, int chunk) { return fill_rows(p, routes, epoch, flow, chunk, sent[flow]); }, none);
   } else {
     move_rows<false, Rows<1>>(p, epoch, kPhaseNodeRows, copies, NoChunks(), NoChunks(), NeverReady(), NeverReady(), ExposedRows(p), none,
@@ -554,7 +554,7 @@ __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& rout
     if constexpr (!kSendsRows<Form>) {
       constexpr int kFillWarps = kWarps / 3;
       if (warp < kCopyWarps + kFillWarps) {
-        for_each_chunk(&state->nodes_filled, sent, p.chunk_tokens,
+        for_each_chunk(&state->nodes_filled, sent, p.chunk_tokens, first_flow_to_send(p),
                        [&](int flow, int chunk) { return fill_chunk<Form>(p, routes, epoch, flow, chunk, sent[flow]); });
       }
     }

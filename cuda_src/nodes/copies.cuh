@@ -258,18 +258,22 @@ struct WarpCopies {
 struct Chunks {
   u32* tickets;
   const i32* num_tokens;  // of each flow
-  int chunk_tokens, end;
+  int chunk_tokens, first_flow, end;
   int flow = 0, chunk = 0;  // that this warp has claimed
   bool has = false;
 
-  __device__ Chunks(u32* tickets, const i32* num_tokens, int chunk_tokens)
-      : tickets(tickets), num_tokens(num_tokens), chunk_tokens(chunk_tokens), end(max_chunks(num_tokens, chunk_tokens) * kNumFlows) {
+  __device__ Chunks(u32* tickets, const i32* num_tokens, int chunk_tokens, int first_flow)
+      : tickets(tickets),
+        num_tokens(num_tokens),
+        chunk_tokens(chunk_tokens),
+        first_flow(first_flow),
+        end(max_chunks(num_tokens, chunk_tokens) * kNumFlows) {
     next();
   }
 
   __device__ __forceinline__ void next() {
     for (int item = claim(tickets); (has = item < end); item = claim(tickets)) {
-      flow = item % kNumFlows, chunk = item / kNumFlows;
+      flow = (item + first_flow) % kNumFlows, chunk = item / kNumFlows;
       if (chunk < num_chunks(num_tokens[flow], chunk_tokens)) return;
     }
   }

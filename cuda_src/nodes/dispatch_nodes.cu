@@ -293,8 +293,8 @@ __device__ __forceinline__ void copy_rows(const Params& p, const Routes& routes,
   State* state = at<State>(p.state, 0);
   const i32 *sent = at<const i32>(p.handle, kHandleFlowTokens), *received = at<const i32>(p.handle, kHandleFlowRecv);
   move_rows<true, Group>(
-      p, epoch, kPhaseNodeRows, copies, Chunks(&state->nodes_filled, sent, p.chunk_tokens),
-      Chunks(&state->nodes_emptied, received, p.chunk_tokens),
+      p, epoch, kPhaseNodeRows, copies, Chunks(&state->nodes_filled, sent, p.chunk_tokens, first_flow_to_send(p)),
+      Chunks(&state->nodes_emptied, received, p.chunk_tokens, first_flow_to_receive(p)),
       [&](int flow, int chunk, u32& seen) { return has_credit(p, epoch, flow, chunk, seen); },
       [&](int flow, int chunk, u32& seen) { return has_arrived(p, epoch, flow, chunk, seen); }, NearRows(p, routes, epoch),
       [&](int flow, int chunk) { return fill_chunk(p, flow, chunk, sent[flow]); },

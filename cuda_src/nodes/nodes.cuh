@@ -139,6 +139,13 @@ __device__ inline void send_credit(const Params& p, u32 epoch, int flow, int chu
 
 // --- work ---------------------------------------------------------------------------------------------------------------------------
 
+// The flow that a rank begins with. Ranks of a node send to the next node first, and take from the one before. Otherwise all ranks of the
+// other nodes would begin with one rank.
+__device__ __forceinline__ int first_flow_to_send(const Params& p) { return (kDirect ? p.rank : node_of(p.rank)) % kNumFlows; }
+__device__ __forceinline__ int first_flow_to_receive(const Params& p) {
+  return (kDirect ? p.rank + kNumFlows - kRanksPerNode : node_of(p.rank) + kNumFlows - 1) % kNumFlows;
+}
+
 // Claims the next item of a role. All lanes call it. The last block resets the counter.
 __device__ __forceinline__ int claim(u32* tickets) {
   u32 ticket = 0;
@@ -156,10 +163,10 @@ __device__ __forceinline__ int max_chunks(const i32* num_tokens, int chunk_token
 
 // Calls work(flow, chunk) for chunks of all flows, in ascending order, until no chunk is left or `work` returns false.
 template <class Work>
-__device__ inline void for_each_chunk(u32* tickets, const i32* num_tokens, int chunk_tokens, Work work) {
+__device__ inline void for_each_chunk(u32* tickets, const i32* num_tokens, int chunk_tokens, int first_flow, Work work) {
   const int end = max_chunks(num_tokens, chunk_tokens) * kNumFlows;
   for (int item = claim(tickets); item < end; item = claim(tickets)) {
-    const int flow = item % kNumFlows, chunk = item / kNumFlows;
+    const int flow = (item + first_flow) % kNumFlows, chunk = item / kNumFlows;
     if (chunk < num_chunks(num_tokens[flow], chunk_tokens) && !work(flow, chunk)) return;
   }
 }
