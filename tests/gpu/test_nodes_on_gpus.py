@@ -17,6 +17,7 @@ from gpu_throughput import check_graph, check_known_routing_and_fixed_size, chec
 from mpi4py import MPI  # noqa: E402
 
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError, NetworkOptions  # noqa: E402
+from deepep_rt.backends.cuda.network_memory import Wire  # noqa: E402
 from deepep_rt.comm.nixl_traffic import nixl_objection  # noqa: E402
 from deepep_rt.cuda.networked_heap import NetworkedHeap  # noqa: E402
 
@@ -40,10 +41,13 @@ def topology(request):
 @pytest.fixture(params=["nvshmem", "nvshmem-puts", "wire", "mpi", *([] if nixl_objection() else ["nixl"])])
 def settings(request, topology, monkeypatch):
     """With nvshmem, kernels write to other nodes over NVLink. With nvshmem-puts, they leave that to NVSHMEM, as over a NIC."""
-    (node, path), (transport, *puts) = topology, request.param.split("-")
+    (node, path), (transport, *puts), num_sms = topology, request.param.split("-"), NUM_SMS
     if puts:
         monkeypatch.setattr(NetworkedHeap, "network_peers", (0,) * MPI.COMM_WORLD.Get_size())
-    return dict(ranks_per_node=node, path=path, network=NetworkOptions(transport=transport), num_sms=NUM_SMS)
+    if transport == "wire":  # its blocks run at the same time
+        monkeypatch.setattr(Wire, "NUM_BLOCKS", 2)
+        num_sms = min(NUM_SMS, 128 // MPI.COMM_WORLD.Get_size() - 2)
+    return dict(ranks_per_node=node, path=path, network=NetworkOptions(transport=transport), num_sms=num_sms)
 
 
 def pair(comm, settings, **sizes):
