@@ -49,7 +49,7 @@ PROMISES: dict[str, Promise] = {
     "dispatch_nodes": Promise(bulk_copies=True),
     "combine_nodes": Promise(bulk_copies=True, loads_at_once=8),
     "combine_nodes_fp8": Promise(loads_at_once=8),
-    "combine_nodes_log10": Promise(loads_at_once=8),
+    "combine_nodes_log10": Promise(loads_at_once=4),
     "link_rates": Promise(),
     "wire": Promise(bulk_copies=True),
     "ll_dispatch": Promise(loads_at_once=2, narrow_accesses=True),

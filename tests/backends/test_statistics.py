@@ -70,7 +70,11 @@ def test_compressed_rows_count_as_they_travel(form: str) -> None:
 def test_each_kernel_of_a_call_has_its_kind() -> None:
     """A kernel without a kind counts nothing."""
     kinds = {name: CALL_KINDS[kernel.call_kind] for name, kernel in KERNELS.items() if kernel.call_kind >= 0}
-    assert {name for name, kernel in KERNELS.items() if not kernel.is_local} - set(kinds) == {"link_rates", "copy_bandwidth"}
+    assert {name for name, kernel in KERNELS.items() if not kernel.is_local} - set(kinds) == {
+        "link_rates",
+        "wire",
+        "copy_bandwidth",
+    }
     for name, kind in kinds.items():
         assert kind == ("low_latency_" * name.startswith("ll_") + ("combine" if "combine" in name else "dispatch")), name
 

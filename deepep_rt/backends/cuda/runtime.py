@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from ...cuda.local_heap import LocalHeap
 from ...cuda.slots import Slots
 from ...cuda.stream_tracking import StreamPool
 from ...cuda.transport import SymmetricMemory
-from ...cuda.wire import WireMemory
 from ...errors import EPDestroyedError, EPInputError, EPOutOfMemoryError
 from ...jit import build, launch
 from ...jit.build import build_together
@@ -38,6 +37,9 @@ from ..purposes import Purposes
 from .monitor import Monitor, StatusPage
 from .network_memory import NetworkMemory, Wire, WiredLauncher
 from .stream_order import CallOrder
+
+if TYPE_CHECKING:
+    from ...cuda.wire import WireMemory  # it needs sockets, whose module takes milliseconds to load
 
 
 def to_device(device: int, stream: int, pool: StreamPool, *views: View | None) -> list[View | None]:
@@ -221,7 +223,7 @@ class CudaRuntime:
 
     @functools.cached_property
     def _wire(self) -> Wire:
-        options = cast(WireMemory, self.memory).options
+        options = cast("WireMemory", self.memory).options
         values = {"ps_per_byte": round(1000 / options.wire_bandwidth), "latency_ns": 1000 * options.wire_latency}
         launch = self.launcher("wire").prepare(Wire.NUM_BLOCKS, values)
         return Wire(launch, self.state + self.layout.local.offsets["wire"], self._resources)
