@@ -265,9 +265,14 @@ class Config:
         return self.has_network and self.transport in ("nixl", "mpi")
 
     @cached_property
+    def has_wire(self) -> bool:
+        """Whether the kernel `wire` does, in tests and benches."""
+        return self.has_network and self.transport == "wire"
+
+    @cached_property
     def has_ring(self) -> bool:
-        """Whether kernels put by descriptors in a ring, which a relay or the kernel `wire` carries."""
-        return self.has_network and self.transport != "nvshmem"
+        """Whether kernels put by descriptors in a ring, for a relay or the wire."""
+        return self.has_relay or self.has_wire
 
     @cached_property
     def num_local_experts(self) -> int:

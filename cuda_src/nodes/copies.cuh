@@ -92,7 +92,8 @@ struct Staged {
   u32 shift;  // of the bytes in the stage: the place's offset within its 128-byte line, so that bytes cross the link in whole lines
 };
 
-// The copies of one warp, with TMA.
+// The copies of one warp, with TMA. Unlike bulk_pipeline, a warp may look for other work between two rows, and end what is on its way
+// before it waits.
 template <int kPlaces, int kStages>
 struct BulkCopies {
   // As in bulk_pipeline: the warp fills half of the stages while the copy engine empties the others.

@@ -1,9 +1,9 @@
 // wire: carries what another kernel of this rank puts to other nodes, as a NIC would. It is for tests and benches: all ranks are on one
 // host.
 //
-// Kernels put by descriptors, as with a relay. This kernel runs beside each of them, on SMs of its own, until the host stops it after the
-// other kernel. Put i is the work of warp i % (all warps). The bytes of a put occupy the wire of this rank for num_bytes / bandwidth. Its
-// word arrives when the wire has carried them, and a latency later. Latencies differ by up to a quarter, so words overtake each other.
+// Kernels put by descriptors, as with a relay. This kernel runs beside each of them, on SMs of its own. Once the other kernel has ended,
+// its stream stops this one. Put i is the work of warp i % (all warps). The bytes of a put occupy the wire of this rank for num_bytes /
+// bandwidth. The word arrives a latency after the wire has carried them. Latencies differ by up to a quarter, so words overtake each other.
 //
 // Ends: after the stop no descriptor is claimed any more. A warp ends when its next put is none of the claimed ones.
 #include "common/bulk.cuh"
@@ -14,12 +14,9 @@ constexpr int kWarps = kWireThreads / 32, kStages = 4, kFilling = 2;
 constexpr u32 kPieceBytes = kWireStageBytes;
 constexpr u32 kHeadBytes = 64;  // that each message takes on the wire besides its bytes
 
-__device__ __forceinline__ u64 load(const u64* p) { return ld_relaxed_sys(p); }
-__device__ __forceinline__ u32 load(const u32* p) { return ld_relaxed_sys(p); }
-
 // The time when the wire has carried a message that comes now.
 __device__ inline u64 occupy(const Params& p, WireState* wire, u64 num_bytes) {
-  const u64 now = nanoseconds(), duration = (num_bytes + kHeadBytes) * p.ps_per_byte / 1000;
+  const u64 now = nanoseconds(), duration = (num_bytes + kHeadBytes) * p.fs_per_byte / 1000000;
   max_relaxed_gpu(&wire->free_at, now);
   return fetch_add_relaxed_gpu(&wire->free_at, duration) + duration;
 }
@@ -53,7 +50,7 @@ __device__ inline void copy_in_bulk(u64 to, u64 from, u64 num_bytes, char* stage
 // Called by a whole warp. After it returns, all bytes are written.
 __device__ inline void copy_bytes(u64 to, u64 from, u64 num_bytes, char* stages, u64* barriers, u32& turn) {
   if ((to | from | num_bytes) % sizeof(Vec16)) {
-    for (u64 i = lane_idx(); i < num_bytes / sizeof(u32); i += 32) at<u32>(to, 0)[i] = load(at<const u32>(from, 0) + i);
+    for (u64 i = lane_idx(); i < num_bytes / sizeof(u32); i += 32) at<u32>(to, 0)[i] = ld_relaxed_sys(at<const u32>(from, 0) + i);
   } else if (kHasTma) {
     if (lane_idx() == 0) copy_in_bulk(to, from, num_bytes, stages, barriers, turn);
   } else {
@@ -96,20 +93,20 @@ extern "C" __global__ void __launch_bounds__(kWireThreads, 1) wire(const __grid_
     if (!found && has_ended && free == ~0u) break;
     if (!found || !free) continue;
 
-    const u64 theirs = at<const u64>(p.state, kLocalNetworkPeers)[load(reinterpret_cast<const u32*>(&entry->rank))];
-    const u64 num_bytes = load(&entry->num_bytes);
+    const u64 theirs = at<const u64>(p.state, kLocalNetworkPeers)[ld_relaxed_sys(reinterpret_cast<const u32*>(&entry->rank))];
+    const u64 num_bytes = ld_relaxed_sys(&entry->num_bytes);
     u64 carried_at = 0;
     if (lane == 0) carried_at = occupy(p, wire, num_bytes);
     carried_at = __shfl_sync(~0u, carried_at, 0);
     if (num_bytes) {
-      copy_bytes(theirs + load(&entry->to), network->base + load(&entry->from), num_bytes, stages + warp * kStages * kPieceBytes,
-                 my_barriers, turn);
+      copy_bytes(theirs + ld_relaxed_sys(&entry->to), network->base + ld_relaxed_sys(&entry->from), num_bytes,
+                 stages + warp * kStages * kPieceBytes, my_barriers, turn);
     }
     fence_release_sys();  // for the word, which may leave later
     if (lane == __ffs(free) - 1) {
-      due = carried_at + latency_of(p, number), word = theirs + load(&entry->word), value = load(&entry->value);
+      due = carried_at + latency_of(p, number), word = theirs + ld_relaxed_sys(&entry->word), value = ld_relaxed_sys(&entry->value);
     }
-    if (lane == 0 && load(&entry->is_awaited)) st_relaxed_sys(const_cast<u32*>(&entry->sent), number + 1);
+    if (lane == 0 && ld_relaxed_sys(&entry->is_awaited)) st_relaxed_sys(const_cast<u32*>(&entry->sent), number + 1);
     __syncwarp();
     number += gridDim.x * kWarps;
   }

@@ -30,18 +30,13 @@ def allocator_of(config: Config, setting: str) -> SymmetricAllocator:
 
     What crosses a network of NVSHMEM has to be in NVSHMEM's memory.
     """
-    if config.has_slots:  # the memory of NVSHMEM belongs to all processes that started it
-        from . import heap
+    if config.has_slots or config.has_wire:  # the memory of NVSHMEM belongs to all processes that started it
+        from . import heap, wire
 
         if setting == "nvshmem":
-            raise EPConfigError(
-                "DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem; expected CUDA's virtual memory for a Buffer with slots (max_ranks). Unset it."
-            )
-        return heap
-    if config.has_ring and not config.has_relay:
-        from . import wire
-
-        return wire
+            what = "a Buffer with slots (max_ranks)" if config.has_slots else "transport='wire'"
+            raise EPConfigError(f"DEEPEP_RT_SYMMETRIC_MEMORY=nvshmem; expected CUDA's virtual memory for {what}. Unset it.")
+        return heap if config.has_slots else wire
     with_nvshmem: SymmetricAllocator = RelayAllocator(config.node_size) if config.has_relay else nvshmem
     if setting == "nvshmem":
         return with_nvshmem

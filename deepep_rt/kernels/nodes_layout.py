@@ -22,8 +22,7 @@ EXPOSED_ROWS = 32
 
 _FLOW_BYTES = 64 * 1024 * 1024  # of all slots of a rank, at both ends
 
-# Over NVLink a put of NVSHMEM keeps a warp busy, so many small chunks are faster (bench/measured.md). A put of a relay takes its thread
-# some microseconds, whatever its size.
+# A put over a NIC is one request, and occupies no warp. A put of a relay takes its thread some microseconds, whatever its size.
 _CHUNK_BYTES = {"nvshmem": 64 * 1024, "nixl": 256 * 1024, "mpi": 256 * 1024, "wire": 64 * 1024}
 _MOST_SLOTS = {"nvshmem": 512, "nixl": 64, "mpi": 64, "wire": 512}
 
@@ -187,7 +186,7 @@ class NodesLayout:
                 "nodes_verdict",
                 8,
             ),  # lower half: epoch of a call; upper half: whether its ranks agree; block 0 writes it for the others
-            ("wire", structs.WireState.size({}) * (self.config.transport == "wire")),
+            ("wire", structs.WireState.size({}) * self.config.has_wire),
             (
                 "network_peers",
                 self.config.num_ranks * 8,

@@ -254,7 +254,7 @@ WireState = CStruct(
     """
     u64 free_at;   // time until which the messages of before occupy the wire
     u32 carried;   // descriptors that earlier launches have carried; it wraps around
-    u32 stop;      // 1: the kernel that puts has ended; the host sets it in the stream
+    u32 stop;      // 1: the kernel that puts has ended; the stream of that kernel sets it
     u32 blocks;    // of the running launch that have finished
     u32 unused;
     """,

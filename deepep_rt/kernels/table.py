@@ -514,7 +514,7 @@ KERNELS: dict[str, Kernel] = {
             "wire",
             _COMMON
             + """
-    i32 ps_per_byte;        // that a byte takes on the wire
+    i32 fs_per_byte;        // femtoseconds that a byte takes on the wire
     i32 latency_ns;
 """,
             folder="nodes",

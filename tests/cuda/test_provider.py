@@ -15,9 +15,9 @@ from launch import environment, python_on, run_command
 from paths import PROGRAMS
 from without import without
 
-from deepep_rt import EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
+from deepep_rt import EPConfigError, EPOutOfMemoryError, EPTimeoutError, EPUnavailableError
 from deepep_rt.config import Config
-from deepep_rt.cuda import heap, networked_heap, nvshmem, provider
+from deepep_rt.cuda import heap, networked_heap, nvshmem, provider, wire
 from deepep_rt.cuda.provider import AutoAllocator, allocator_of, describe_ways
 from deepep_rt.cuda.relay_memory import RelayAllocator
 from deepep_rt.cuda.transport import MemoryRequest
@@ -48,6 +48,13 @@ def test_a_setting_holds_for_the_memory_of_a_host() -> None:
         assert auto._first is first
         for found in (auto._fallback, allocator_of(config, "nvshmem")):
             assert found is last or isinstance(found, RelayAllocator)
+
+
+def test_the_wire_needs_virtual_memory() -> None:
+    config = _config(2, "wire")
+    assert allocator_of(config, "auto") is allocator_of(config, "heap") is wire
+    with pytest.raises(EPConfigError, match="expected CUDA's virtual memory for transport='wire'"):
+        allocator_of(config, "nvshmem")
 
 
 def test_what_a_network_lacks_is_said_at_once(tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ class CudaBackend:
             "hosts": list(hosts),
             "gpus": list(gpus),
         }
-        if network is not None and config.transport == "wire":
+        if network is not None and config.has_wire:
             topology["wire"] = [network.wire_bandwidth, network.wire_latency]
         usual = usual_rates(config.transport, len(set(hosts)), line_rate(list_nics()))  # those of rank 0 count
         return agree_on_path(self.comm, config, topology, usual, measure)

@@ -41,13 +41,13 @@ class NetworkMemory:
             self.ring = self._pinned(layout.ring_bytes)
         else:
             driver.fill(self.base + self._first, 0, self._size)
-        if config.has_ring and not config.has_relay:
+        if config.has_wire:
             self.ring = driver.allocate(layout.ring_bytes)
             resources.callback(driver.free, self.ring)
             driver.fill(self.ring, 0, layout.ring_bytes)
         values = np.zeros(1, structs.NetworkState.dtype({}))
         values["base"], values["ring"], values["ring_mask"] = self.base, self.ring, layout.num_ring_entries - 1
-        peers = np.array([0 if config.has_relay else ptr for ptr in memory.network_peers], np.uint64)
+        peers = np.array(memory.network_peers, np.uint64)
         for name, array in (("network", values), ("network_peers", peers)):
             driver.copy_async(state + layout.local.offsets[name], array.ctypes.data, array.nbytes, 0)
         driver.synchronize(0)
@@ -102,9 +102,9 @@ def _do_nothing() -> None: ...
 
 
 class Wire:
-    """Launches the kernel `wire` beside each kernel that puts. Both streams belong to the same capture, if there is one.
+    """Launches the kernel `wire` beside each kernel that puts, on a stream of its own. A capture of the other stream holds both.
 
-    `launch` launches it on a stream, and `state` is the address of its WireState.
+    `launch` launches `wire` on a stream. `state` is the address of its WireState.
     """
 
     NUM_BLOCKS = 8
@@ -119,7 +119,7 @@ class Wire:
 
     @contextmanager
     def carrying(self, stream: int) -> Iterator[None]:
-        """Carry what the kernel puts that the block launches on `stream`."""
+        """Carry what a kernel puts. The block launches it on `stream`."""
         driver.wait_stream(self._stream, stream)
         self._launch(self._stream)
         yield

@@ -213,7 +213,7 @@ class CudaRuntime:
                 "pes": self.memory.network_ids,
             }
             launches = self.launches("nodes" if name == "link_rates" or "_nodes" in name else name.partition("_")[0])
-            wired = kernel.puts(self.config) and self.config.transport == "wire"
+            wired = kernel.puts(self.config) and self.config.has_wire
             launcher = (WiredLauncher if wired else Launcher)(kernel, function, constants, fixed, launches)
             if isinstance(launcher, WiredLauncher):
                 launcher.wire = self._wire
@@ -224,7 +224,7 @@ class CudaRuntime:
     @functools.cached_property
     def _wire(self) -> Wire:
         options = cast("WireMemory", self.memory).options
-        values = {"ps_per_byte": round(1000 / options.wire_bandwidth), "latency_ns": 1000 * options.wire_latency}
+        values = {"fs_per_byte": round(1e6 / options.wire_bandwidth), "latency_ns": 1000 * options.wire_latency}
         launch = self.launcher("wire").prepare(Wire.NUM_BLOCKS, values)
         return Wire(launch, self.state + self.layout.local.offsets["wire"], self._resources)
 
