@@ -4,6 +4,10 @@
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
+// The first whole line of 128 bytes. Where a kernel is linked with other code, dynamic shared memory begins right after static shared
+// memory, whatever its declaration says. Bulk copies of lines that do not lie in lines take up to twice as long.
+__device__ __forceinline__ char* first_line(char* memory) { return memory + (0 - shared_address(memory)) % 128; }
+
 __device__ __forceinline__ void barrier_init(u64* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -56,6 +60,31 @@ __device__ __forceinline__ void bulk_wait_read() {
 template <int N>
 __device__ __forceinline__ void bulk_wait_written() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// One thread copies bytes through a ring of stages of kPieceBytes, and waits until they are written. Addresses and num_bytes are multiples
+// of
+// 16. `turn` counts the pieces that have gone through the ring.
+template <u32 kPieceBytes, int kStages>
+__device__ inline void bulk_copy(u64 to, u64 from, u64 num_bytes, char* stages, u64* barriers, u32& turn) {
+  constexpr u32 kFilling = kStages / 2;
+  const u32 pieces = static_cast<u32>((num_bytes + kPieceBytes - 1) / kPieceBytes);
+  auto size = [&](u32 i) { return static_cast<u32>(i + 1 < pieces ? kPieceBytes : num_bytes - static_cast<u64>(i) * kPieceBytes); };
+  fence_bulk_copies();  // this thread has acquired the bytes, or the permission to write
+  for (u32 loaded = 0, stored = 0; stored < pieces; ++stored) {
+    for (; loaded < pieces && loaded < stored + kFilling; ++loaded) {
+      const u32 stage = (turn + loaded) % kStages;
+      barrier_expect(barriers + stage, size(loaded));
+      bulk_load(stages + stage * kPieceBytes, at<const void>(from, static_cast<u64>(loaded) * kPieceBytes), size(loaded), barriers + stage);
+    }
+    const u32 stage = (turn + stored) % kStages;
+    barrier_wait(barriers + stage, (turn + stored) / kStages % 2);
+    bulk_store(at<void>(to, static_cast<u64>(stored) * kPieceBytes), stages + stage * kPieceBytes, size(stored));
+    bulk_commit();
+    bulk_wait_read<kStages - kFilling>();
+  }
+  turn += pieces;
+  bulk_wait_written<0>();
 }
 
 // One warp moves items through its ring of stages. It fills half of the stages while the copy engine empties the others. The caller gives:

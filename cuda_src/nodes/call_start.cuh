@@ -3,7 +3,7 @@
 // Ranks of a node tell each other their receive windows. The ranks with one index on all nodes then exchange a hello with
 // what all ranks of their nodes have said. So all ranks know the same, and before that no byte of a row moves. The ranks of a node that
 // says hello in call k + 1 have ended call k. They have taken all chunks of call k out of their slots, so the first chunks need no credits.
-// They have also read what this rank exposed and put in call k.
+// They have also read what this rank exposed in call k, and the sums that it sent them.
 //
 // Reuse of windows and hellos: as recv_window.cuh says, with two ring slots.
 #pragma once
@@ -140,8 +140,18 @@ __device__ inline u32 agree(const Params& p, u32 epoch, u32 serial, u32 phase, c
   return __shfl_sync(~0u, was_aborted(p) ? kFailed : verdict, 0);
 }
 
-// The first row of a source at a rank of this node. The source is this rank, or a gateway's source.
-__device__ __forceinline__ i64 first_row_at(const Params& p, u32 epoch, int index, int source) {
-  if (kDirect && source != p.rank) return at<const i32>(p.handle, kHandleFirstRow)[source];
-  return window_at(p.peers[p.rank], epoch, index)->first[node_of(source)];
-}
+// Where rows lie at the ranks of this node, in shared memory.
+struct FirstRows {
+  i64 own[kRanksPerNode];         // the first row of this rank at each of them
+  i64 of_flow[kNumFlows * kFan];  // [flow][rank of the fan]: the first row of the flow's source
+
+  // Called by a whole warp, after the ranks have agreed.
+  __device__ __forceinline__ void read(const Params& p, u32 epoch) {
+    auto first_at = [&](int index, int source) -> i64 {
+      if (kDirect && source != p.rank) return at<const i32>(p.handle, kHandleFirstRow)[source];
+      return window_at(p.peers[p.rank], epoch, index)->first[node_of(source)];
+    };
+    if (lane_idx() < kRanksPerNode) own[lane_idx()] = first_at(lane_idx(), p.rank);
+    for (int i = lane_idx(); i < kNumFlows * kFan; i += 32) of_flow[i] = first_at(first_of_fan(p) + i % kFan, far_end(p, i / kFan));
+  }
+};

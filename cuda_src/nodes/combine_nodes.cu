@@ -4,7 +4,7 @@
 constexpr int kCopyWarps = kCombineNodesCopyWarps, kStages = kCombineNodesStages;
 
 extern "C" __global__ void __launch_bounds__(kCombineNodesThreads, 1) combine_nodes(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) char stages[];
+  extern __shared__ __align__(16) char memory[];
   __shared__ Routes routes;
   __shared__ Parts parts[kWarps];
   __shared__ SignalRing ring;
@@ -17,8 +17,9 @@ extern "C" __global__ void __launch_bounds__(kCombineNodesThreads, 1) combine_no
     if constexpr (kHasTma) {
       const int first = warp * kStages;
       if (warp < kCopyWarps) {
-        copy_rows<PlainSums>(p, routes, epoch,
-                             BulkCopies<1, kStages>(stages + first * kNodesStageBytes, barriers + first, staged + first, &ring, kRowBytes));
+        copy_rows<PlainSums>(
+            p, routes, epoch,
+            BulkCopies<1, kStages>(first_line(memory) + first * kNodesStageBytes, barriers + first, staged + first, &ring, kRowBytes));
       }
       if (warp == kCopyWarps) raise_signals<kCopyWarps>(ring, raise);
     } else {

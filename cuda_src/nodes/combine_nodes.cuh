@@ -15,7 +15,7 @@
 // - Fill warps make the sums of a chunk, and send it. Copy warps do so too, when no row is left to expose.
 // - Reduce warps add up this rank's tokens. So do all others, when they have nothing else to do.
 //
-// A sum goes to its last place at the rank of its token (kNetworkRecvSums). The routing has told the gateway where the sums of each flow
+// A sum goes to its last place at the rank of its token (kNetworkArrivals). The routing has told the gateway where the sums of each flow
 // begin there. If this GPU reaches that place, it writes there. Otherwise it writes to a slot of its own, and a put carries the chunk. A
 // word for each chunk says that its sums are there. Then the slot is free: the last warp of each block returns credits for such chunks
 // before it reduces.
@@ -28,8 +28,8 @@
 // the later ones do nothing: another rank may have made a call with one launch.
 //
 // Reuse of memory: the ranks of a node read the exposed rows of call k, and then say hello in call k + 1. This rank exposes rows of call
-// k + 1 after it has heard all of them. For the same reason, other nodes may then write sums of call k + 1 here. Words and flags need no
-// reset: they hold the epoch.
+// k + 1 after it has heard all of them. For the same reason, other nodes may then write sums of call k + 1 here, where
+// sums or chunks of call k lay. Words and flags need no reset: they hold the epoch.
 //
 // Bytes: each row is copied once here, and crosses NVLink once to a gateway or to its token's rank. A sum crosses the network once for each
 // flow of its token, and is read once there. A put reads and writes it once more here.
@@ -41,14 +41,19 @@
 
 constexpr int kWarps = kCombineNodesThreads / 32;
 constexpr int kRowVecs = kRowBytes / 16;
-constexpr int kMostHeld = kHasTma ? 8 : 4;  // vectors that a lane loads before it adds them up
+constexpr int kMostHeld = kHasTma ? 8 : 4;  // vectors that a lane loads before it compresses them
+
+// The vectors of each row that a lane loads before it adds them up. A row of DeepSeek's models has 28 for each lane, so 7 leave no rest.
+template <int kNumRows>
+constexpr int kVectorsAtOnce = kNumRows > 2 ? 12 / kNumRows : 7;
 
 struct Routes {
   u64 x[kRanksPerNode];  // addresses of the rows that each rank of this node exposes; here: of y
   u64 weights[kRanksPerNode];
   i64 capacity[kRanksPerNode];  // rows of dispatch that fit there
-  i32 first_sum[kNumFlows];     // the first of the sums that arrive through each flow
-  bool returns_credits;         // this GPU does not reach the memory of all ranks that send sums
+  FirstRows first;
+  i32 first_sum[kNumFlows];  // the first of the sums that arrive through each flow
+  bool returns_credits;      // this GPU does not reach the memory of all ranks that send sums
   u32 verdict;
 };
 
@@ -71,6 +76,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
     routes.weights[lane] = is_own ? p.topk_weights : base + window->topk_weights;
     routes.capacity[lane] = window->capacity;
   }
+  if (verdict == kAgreed) routes.first.read(p, epoch);
   if (lane == 0) {
     i32 sums = 0;
     routes.returns_credits = false;
@@ -87,22 +93,37 @@ __device__ __forceinline__ const float* weights_at(u64 array, i64 row) { return 
 
 // --- rows of this node --------------------------------------------------------------------------------------------------------------
 
-// Claims rows that ranks of this node read here, kExposedRows for each flag. Returns whether there are some.
+// Exposes rows to ranks of this node, kExposedRows for each flag. Rows that only this rank reads stay where they are: those of its own
+// tokens, and those whose sums it makes.
 struct ExposedRows {
   const Params& p;
-  i64 begin, end;
+  i64 begin = 0, end = 0;
+  int num_rows;  // that some flag exposes
 
-  __device__ explicit ExposedRows(const Params& p) : p(p), begin(0), end(0) {
-    if (kRanksPerNode == 1) return;
-    const i32* first_row = at<const i32>(p.handle, kHandleFirstRow);
-    const i64 num_recv = min(static_cast<i64>(*at<const i32>(p.handle, kHandleNumRecv)), p.capacity);
-    const int next_node = near_rank(p, 0) + kRanksPerNode;
-    // On the direct path this rank sends the rows of other nodes itself.
-    begin = kDirect ? min(static_cast<i64>(first_row[near_rank(p, 0)]), num_recv) : 0;
-    end = kDirect && next_node < kNumRanks ? min(static_cast<i64>(first_row[next_node]), num_recv) : num_recv;
+  __device__ explicit ExposedRows(const Params& p) : p(p) {
+    if (kRanksPerNode > 1) {
+      const i64 num_recv = min(static_cast<i64>(*at<const i32>(p.handle, kHandleNumRecv)), p.capacity);
+      const int next_node = near_rank(p, 0) + kRanksPerNode;
+      // On the direct path this rank sends the rows of other nodes itself.
+      begin = kDirect ? min(first_row(near_rank(p, 0)), num_recv) : 0;
+      end = kDirect && next_node < kNumRanks ? min(first_row(next_node), num_recv) : num_recv;
+    }
+    num_rows = static_cast<int>(end - begin);
   }
 
-  __device__ __forceinline__ bool operator()(Rows<1>& rows) const {
+  __device__ __forceinline__ i64 first_row(int source) const { return at<const i32>(p.handle, kHandleFirstRow)[source]; }
+
+  // Whether no other rank reads a row.
+  __device__ __forceinline__ bool is_own(i64 row) const {
+    bool found = false;
+    for (int source = kDirect ? p.rank : near_index(p.rank); source < kNumRanks; source += kRanksPerNode) {
+      found |= row >= first_row(source) && (source + 1 == kNumRanks || row < first_row(source + 1));
+      if (kDirect) break;
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ bool take(Rows<1>& rows) const {
     if (begin >= end) return false;
     const int lane = lane_idx(), chunk = static_cast<int>(begin / kExposedRows) + claim(&at<State>(p.state, 0)->nodes_copied);
     const i64 first = max(begin, static_cast<i64>(chunk) * kExposedRows), last = min(end, static_cast<i64>(chunk + 1) * kExposedRows);
@@ -114,7 +135,7 @@ struct ExposedRows {
     }
     rows.count = static_cast<int>(last - first);
     rows.from = p.y + (first + lane) * kRowBytes;
-    rows.to[0] = base + p.exposed_offset + (first + lane) * kRowBytes;
+    rows.to[0] = is_own(first + lane) ? 0 : base + p.exposed_offset + (first + lane) * kRowBytes;
     rows.when_read = kNoSignal;
     rows.when_written = signal_of(kExposedSignal, 0, chunk);
     return true;
@@ -139,37 +160,32 @@ __device__ inline bool await_row(const Params& p, u32 epoch, int index, i64 row)
 
 // Adds up the rows of a token in this node, and writes the sum as a row. 0: no row.
 __device__ inline void write_plain_sum(const u64 (&rows)[kFan], u64 to) {
-  constexpr int kTogether = kFan < 4 ? kFan : 4, kAtOnce = kMostHeld / kTogether;
+  constexpr int kAtOnce = kFan == 2 ? 4 : kVectorsAtOnce<kFan>;
 #pragma unroll 1
   for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
-    float sum[kAtOnce][kPerVec<kElement>] = {};
+    Vec16 held[kAtOnce][kFan];
 #pragma unroll
-    for (int begin = 0; begin < kFan; begin += kTogether) {
-      Vec16 held[kAtOnce][kTogether];
+    for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-        for (int d = 0; d < kTogether; ++d) {
-          if (begin + d < kFan && rows[begin + d] && first + i * 32 < kRowVecs)
-            held[i][d] = ld_streaming(at<const Vec16>(rows[begin + d], 0) + first + i * 32);
-        }
+      for (int d = 0; d < kFan; ++d) {
+        if (rows[d] && first + i * 32 < kRowVecs) held[i][d] = ld_streaming(at<const Vec16>(rows[d], 0) + first + i * 32);
       }
+    }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i * 32 >= kRowVecs) break;
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i * 32 >= kRowVecs) break;
+      float sum[kPerVec<kElement>] = {};
 #pragma unroll
-        for (int d = 0; d < kTogether; ++d) {
-          if (begin + d < kFan && rows[begin + d]) add_to<kElement>(sum[i], held[i][d]);
-        }
-        if (begin + kTogether >= kFan) st_vec(at<Vec16>(to, 0) + first + i * 32, rounded<kElement>(sum[i]));
+      for (int d = 0; d < kFan; ++d) {
+        if (rows[d]) add_to<kElement>(sum, held[i][d]);
       }
+      st_vec(at<Vec16>(to, 0) + first + i * 32, rounded<kElement>(sum));
     }
   }
 }
 
 // Adds up the weights of the rows of a chunk's tokens. Lane j has the row of token j at each rank of the fan.
-__device__ inline void add_weights(const Params& p, const Routes& routes, int fan_begin, const i32 (&row)[kFan], int num_tokens,
-                                   float* to) {
+__device__ inline void add_weights(const Params& p, const Routes& routes, const i32 (&row)[kFan], int num_tokens, float* to) {
   const int count = num_tokens * kNumTopk;
   for (int first = 0; first < count; first += 32) {
     const int i = first + lane_idx(), j = i / kNumTopk % 32, k = i % kNumTopk;
@@ -178,42 +194,36 @@ __device__ inline void add_weights(const Params& p, const Routes& routes, int fa
     for (int d = 0; d < kFan; ++d) {
       const i64 at_row = __shfl_sync(~0u, row[d], j);
       if (i >= count || at_row < 0) continue;
-      weight += ld_relaxed_sys(weights_at(routes.weights[fan_begin + d], at_row) + k);  // L1 may hold an old line
+      weight += ld_relaxed_sys(weights_at(routes.weights[first_of_fan(p) + d], at_row) + k);  // L1 may hold an old line
     }
     if (i < count) to[i] = weight;
   }
 }
 
-__device__ __forceinline__ int tokens_of(const Params& p, int chunk, int flow_tokens) {
-  return min(p.chunk_tokens, flow_tokens - chunk * p.chunk_tokens);
-}
-
-// The offset of the sums of a chunk at the rank of its tokens. Their weights follow.
-__device__ __forceinline__ u64 sums_offset(const Params& p, int first_sum, int chunk) {
-  return kNetworkRecvSums + static_cast<u64>(first_sum + chunk * p.chunk_tokens) * p.sum_stride;
-}
+// The offset of the sums of a chunk at the rank of its tokens. `first`: of its sums, over all flows. Their weights follow.
+__device__ __forceinline__ u64 sums_offset(const Params& p, int first) { return kNetworkArrivals + static_cast<u64>(first) * p.sum_stride; }
 
 __device__ __forceinline__ u64 sum_word(int flow, int chunk) {
   return kNetworkSumWords + (static_cast<u64>(flow) * kNumMaxTokens + chunk) * sizeof(u64);
 }
 
-__device__ __forceinline__ u64 sums_there(const Params& p, int flow, int chunk) {
-  return sums_offset(p, at<const i32>(p.handle, kHandleFlowFirstSum)[flow], chunk);
+__device__ __forceinline__ u64 sums_there(const Params& p, int flow, const ChunkTokens& tokens) {
+  return sums_offset(p, at<const i32>(p.handle, kHandleFlowFirstSum)[flow] + tokens.first);
 }
 
 // Where this rank writes a chunk of sums: to their last place if it reaches that, otherwise to its own slot.
-__device__ __forceinline__ u64 sums_to_fill(const Params& p, int flow, int chunk) {
+__device__ __forceinline__ u64 sums_to_fill(const Params& p, int flow, int chunk, const ChunkTokens& tokens) {
   const u64 theirs = network_of(p, far_end(p, flow));
-  return theirs ? theirs + sums_there(p, flow, chunk) : network_base(p) + send_slot(slot_of(flow, chunk));
+  return theirs ? theirs + sums_there(p, flow, tokens) : network_base(p) + send_slot(slot_of(flow, chunk));
 }
 
 // Called by a whole warp, which has released the chunk.
-__device__ inline void send_sums(const Params& p, u32 epoch, int flow, int chunk, int flow_tokens) {
+__device__ inline void send_sums(const Params& p, u32 epoch, int flow, int chunk, const ChunkTokens& tokens) {
   const int other = far_end(p, flow);
   const u64 word = sum_word(flow_from(p, other), chunk), value = tag_of(epoch, chunk + 1);
   if (network_of(p, other)) return send_word(p, other, word, value);
-  const u64 num_bytes = tokens_of(p, chunk, flow_tokens) * (kSentRowBytes + (p.topk_weights ? kNumTopk * sizeof(float) : 0));
-  put(p, other, sums_there(p, flow, chunk), send_slot(slot_of(flow, chunk)), num_bytes, word, value);
+  const u64 num_bytes = tokens.count * (kSentRowBytes + (p.topk_weights ? kNumTopk * sizeof(float) : 0));
+  put(p, other, sums_there(p, flow, tokens), send_slot(slot_of(flow, chunk)), num_bytes, word, value);
 }
 
 // Whether sums of a chunk may be written.
@@ -225,74 +235,95 @@ __device__ __forceinline__ bool can_fill(const Params& p, u32 epoch, int flow, i
 struct RowsOfChunk {
   const Params& p;
   const Routes& routes;
-  u32 epoch;
-  int source, fan_begin;
+  int flow;
   const i32* recv_pos;
 
-  __device__ RowsOfChunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk)
-      : p(p), routes(routes), epoch(epoch), source(far_end(p, flow)), fan_begin(kDirect ? near_index(p.rank) : 0) {
-    recv_pos = at<const i32>(p.handle, kHandleRecvPos) + (static_cast<i64>(flow) * kNumMaxTokens + chunk * p.chunk_tokens) * kFan;
+  __device__ RowsOfChunk(const Params& p, const Routes& routes, int flow, int first_token) : p(p), routes(routes), flow(flow) {
+    recv_pos = at<const i32>(p.handle, kHandleRecvPos) + (static_cast<i64>(flow) * kNumMaxTokens + first_token) * kFan;
   }
 
   __device__ __forceinline__ i32 operator()(int i) const {
-    const int index = fan_begin + i % kFan, pos = recv_pos[i];
-    const i64 row = pos < 0 ? -1 : first_row_at(p, epoch, index, source) + pos;
-    return row < routes.capacity[index] ? static_cast<i32>(row) : -1;  // dispatch had no room for other rows
+    const int d = i % kFan, pos = recv_pos[i];
+    const i64 row = pos < 0 ? -1 : routes.first.of_flow[flow * kFan + d] + pos;
+    return row < routes.capacity[first_of_fan(p) + d] ? static_cast<i32>(row) : -1;  // dispatch had no room for other rows
   }
 };
 
-// Where a token's only row is its sum: writes all of a chunk but its rows, and returns these.
-__device__ __forceinline__ Rows<1> fill_rows(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
-  const int lane = lane_idx(), num_tokens = tokens_of(p, chunk, flow_tokens);
-  const RowsOfChunk row_at(p, routes, epoch, flow, chunk);
-  const u64 to = sums_to_fill(p, flow, chunk);
-  const i32 row[kFan] = {lane < num_tokens ? row_at(lane * kFan) : -1};
-  if (p.topk_weights) add_weights(p, routes, row_at.fan_begin, row, num_tokens, at<float>(to, num_tokens * kSentRowBytes));
-  for (u32 missing = __ballot_sync(~0u, lane < num_tokens && row[0] < 0); missing; missing &= missing - 1) {
-    const u64 place = to + static_cast<u64>(__ffs(missing) - 1) * kRowBytes;
-    for (int i = lane; i < kRowVecs; i += 32) st_vec(at<Vec16>(place, 0) + i, {});
+// Chunks of rows, where a token's only row is its sum. It knows the rows of a chunk when it comes to it.
+struct SentRows : Chunks {
+  const Params& p;
+  const Routes& routes;
+  u32 epoch;
+  int num_rows;
+  i32 row[kFan];  // lane j: of token j
+
+  __device__ SentRows(const Params& p, const Routes& routes, u32 epoch)
+      : Chunks(&at<State>(p.state, 0)->nodes_filled, at<const i32>(p.handle, kHandleFlowRecv), p.chunk_tokens, first_flow_to_send(p)),
+        p(p),
+        routes(routes),
+        epoch(epoch),
+        num_rows(all_tokens()) {
+    load_rows();
   }
-  Rows<1> rows;
-  rows.count = num_tokens;
-  rows.from = p.y + static_cast<i64>(row[0]) * kRowBytes;
-  rows.to[0] = row[0] < 0 ? 0 : to + static_cast<u64>(lane) * kRowBytes;
-  rows.when_read = kNoSignal;
-  rows.when_written = signal_of(kPutSignal, flow, chunk);
-  return rows;
-}
+
+  __device__ __forceinline__ void load_rows() {
+    row[0] = -1;
+    if (has && lane_idx() < tokens.count) row[0] = RowsOfChunk(p, routes, flow, tokens.first)(lane_idx() * kFan);
+  }
+
+  __device__ __forceinline__ bool is_ready(u32& seen) const { return can_fill(p, epoch, flow, chunk, seen); }
+
+  // Writes all of the chunk but its rows.
+  __device__ __forceinline__ void take(Rows<1>& rows) {
+    const int lane = lane_idx(), count = tokens.count;
+    const u64 to = sums_to_fill(p, flow, chunk, tokens);
+    if (p.topk_weights) add_weights(p, routes, row, count, at<float>(to, count * kSentRowBytes));
+    for (u32 missing = __ballot_sync(~0u, lane < count && row[0] < 0); missing; missing &= missing - 1) {
+      const u64 place = to + static_cast<u64>(__ffs(missing) - 1) * kRowBytes;
+      for (int i = lane; i < kRowVecs; i += 32) st_vec(at<Vec16>(place, 0) + i, {});
+    }
+    rows.count = count;
+    rows.from = p.y + static_cast<i64>(row[0]) * kRowBytes;
+    rows.to[0] = row[0] < 0 ? 0 : to + static_cast<u64>(lane) * kRowBytes;
+    rows.when_read = kNoSignal;
+    rows.when_written = signal_of(kPutSignal, flow, chunk);
+    next();
+    load_rows();
+  }
+};
 
 // Makes the sums of a chunk, and sends it. `Form`: of the rows between nodes. False: a wait timed out.
 template <class Form>
-__device__ inline bool fill_chunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
-  const int lane = lane_idx(), num_tokens = tokens_of(p, chunk, flow_tokens);
-  const RowsOfChunk row_at(p, routes, epoch, flow, chunk);
+__device__ inline bool fill_chunk(const Params& p, const Routes& routes, u32 epoch, const Chunks& chunks) {
+  const int lane = lane_idx(), flow = chunks.flow, chunk = chunks.chunk, num_tokens = chunks.tokens.count;
+  const RowsOfChunk row_at(p, routes, flow, chunks.tokens.first);
   bool ok = true;
   if (lane == 0) {
     ok = wait_until(p, epoch, kPhaseNodeRoom, far_end(p, flow), [&](u32& seen) { return can_fill(p, epoch, flow, chunk, seen); });
   }
   for (int i = lane; i < num_tokens * kFan && ok; i += 32) {
     const i32 row = row_at(i);
-    if (row >= 0) ok = await_row(p, epoch, row_at.fan_begin + i % kFan, row);
+    if (row >= 0) ok = await_row(p, epoch, first_of_fan(p) + i % kFan, row);
   }
   __syncwarp();  // all lanes read and write after what each lane acquired
   if (!__all_sync(~0u, ok)) return false;
   i32 row[kFan];  // of token `lane`
 #pragma unroll
   for (int d = 0; d < kFan; ++d) row[d] = lane < num_tokens ? row_at(lane * kFan + d) : -1;
-  const u64 to = sums_to_fill(p, flow, chunk);
-  if (p.topk_weights) add_weights(p, routes, row_at.fan_begin, row, num_tokens, at<float>(to, num_tokens * kSentRowBytes));
+  const u64 to = sums_to_fill(p, flow, chunk, chunks.tokens);
+  if (p.topk_weights) add_weights(p, routes, row, num_tokens, at<float>(to, num_tokens * kSentRowBytes));
   for (int j = 0; j < num_tokens; ++j) {
     u64 rows[kFan];
 #pragma unroll
     for (int d = 0; d < kFan; ++d) {
       const i64 at_row = __shfl_sync(~0u, row[d], j);
-      rows[d] = at_row >= 0 ? routes.x[row_at.fan_begin + d] + at_row * kRowBytes : 0;
+      rows[d] = at_row >= 0 ? routes.x[first_of_fan(p) + d] + at_row * kRowBytes : 0;
     }
     Form::write_node_sum(rows, to + static_cast<u64>(j) * kSentRowBytes);
   }
   fence_release_sys();  // each lane: all that the lanes wrote
   __syncwarp();
-  send_sums(p, epoch, flow, chunk, flow_tokens);
+  send_sums(p, epoch, flow, chunk, chunks.tokens);
   return true;
 }
 
@@ -303,12 +334,12 @@ __device__ inline bool await_sums(const Params& p, u32 epoch, int flow, int chun
 // Returns credits for the chunks whose sums have arrived by a put. Called by a whole warp.
 __device__ inline void return_credits(const Params& p, u32 epoch) {
   const i32* received = at<const i32>(p.handle, kHandleFlowTokens);
-  for_each_chunk(&at<State>(p.state, 0)->nodes_emptied, received, p.chunk_tokens, first_flow_to_receive(p), [&](int flow, int chunk) {
-    if (!needs_credit(chunk, num_chunks(received[flow], p.chunk_tokens)) || network_of(p, far_end(p, flow))) return true;
-    const bool ok = __all_sync(~0u, lane_idx() != 0 || await_sums(p, epoch, flow, chunk));
-    if (ok) send_credit(p, epoch, flow, chunk);
-    return ok;
-  });
+  Chunks chunks(&at<State>(p.state, 0)->nodes_emptied, received, p.chunk_tokens, first_flow_to_receive(p));
+  for (; chunks.has; chunks.next()) {
+    if (!chunks.needs_credit() || network_of(p, far_end(p, chunks.flow))) continue;
+    if (!__all_sync(~0u, lane_idx() != 0 || await_sums(p, epoch, chunks.flow, chunks.chunk))) return;
+    send_credit(p, epoch, chunks.flow, chunks.chunk);
+  }
 }
 
 // --- sums of this rank's tokens -----------------------------------------------------------------------------------------------------
@@ -320,18 +351,24 @@ struct NodeSums {
 
   __device__ __forceinline__ void end_node(const Params& p) {
     if (node < 0) return;
-    if (node != node_of(p.rank)) to_floats<kElement>(rounded<kElement>(of_node), of_node);
+    if (kDirect && node != node_of(p.rank)) to_floats<kElement>(rounded<kElement>(of_node), of_node);
 #pragma unroll
     for (int i = 0; i < kPerVec<kElement>; ++i) {
       all[i] += of_node[i];
       of_node[i] = 0;
     }
+    node = -1;
   }
 
+  // On the hierarchical path another node sends one row, which is rounded already.
   __device__ __forceinline__ void add(const Params& p, int next_node, const Vec16& row) {
-    if (next_node != node) end_node(p);
-    node = next_node;
-    add_to<kElement>(of_node, row);
+    if (node >= 0 && next_node != node) end_node(p);
+    if (!kDirect && (kRanksPerNode == 1 || next_node != node_of(p.rank))) {
+      add_to<kElement>(all, row);
+    } else {
+      node = next_node;
+      add_to<kElement>(of_node, row);
+    }
   }
 };
 
@@ -368,7 +405,7 @@ __device__ inline int find_parts(const Params& p, const Routes& routes, u32 epoc
   bool ok = true;
   if (rank >= 0 && node_of(rank) == node_of(p.rank)) {
     const int index = near_index(rank);
-    const i64 at_row = first_row_at(p, epoch, index, p.rank) + entry.pos;
+    const i64 at_row = routes.first.own[index] + entry.pos;
     if (at_row < routes.capacity[index]) {
       key = rank;
       ok = await_row(p, epoch, index, at_row);
@@ -378,12 +415,13 @@ __device__ inline int find_parts(const Params& p, const Routes& routes, u32 epoc
   } else if (rank >= 0 && entry.flow_pos >= 0) {
     const int flow = flow_to(p, rank);
     key = rank;
-    const int chunk = entry.flow_pos / p.chunk_tokens, index = entry.flow_pos - chunk * p.chunk_tokens;
-    const int in_chunk = tokens_of(p, chunk, at<const i32>(p.handle, kHandleFlowTokens)[flow]);
+    const int chunk = entry.flow_pos / p.chunk_tokens;
+    const ChunkTokens tokens = tokens_of(chunk, at<const i32>(p.handle, kHandleFlowTokens)[flow], p.chunk_tokens);
+    const int index = entry.flow_pos - tokens.first;
     ok = await_sums(p, epoch, flow, chunk);
-    const u64 sums = network_base(p) + sums_offset(p, routes.first_sum[flow], chunk);
+    const u64 sums = network_base(p) + sums_offset(p, routes.first_sum[flow] + tokens.first);
     row = sums + static_cast<u64>(index) * kSentRowBytes;
-    weights = reinterpret_cast<u64>(weights_at(sums + static_cast<u64>(in_chunk) * kSentRowBytes, index));
+    weights = reinterpret_cast<u64>(weights_at(sums + static_cast<u64>(tokens.count) * kSentRowBytes, index));
   }
   if (!__all_sync(~0u, ok)) return -1;
   int before = 0;  // rows of smaller ranks
@@ -399,12 +437,13 @@ __device__ inline int find_parts(const Params& p, const Routes& routes, u32 epoc
 }
 
 __device__ inline void reduce_plain_token(const Params& p, const Parts& parts, int num_parts, int token) {
-  constexpr int kTogether = kMostParts < 8 ? kMostParts : 8;
-  constexpr int kAtOnce = (kTogether > 4 ? 1 : kTogether > 2 ? 2 : 4) * (kHasTma ? 1 : 2);  // a block without TMA has half the warps
+  constexpr int kTogether = kMostParts < 8 ? kMostParts : 8, kAtOnce = kMostParts > kTogether ? 1 : kVectorsAtOnce<kTogether>;
   const u64 offset = static_cast<u64>(token) * kRowBytes;
+#pragma unroll 1
   for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
-    NodeSums sums[kAtOnce];
-    for (int begin = 0; begin < num_parts; begin += kTogether) {
+    NodeSums sums;
+    int begin = 0;
+    do {  // once, unless a token may have more than kTogether parts
       Vec16 held[kAtOnce][kTogether];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -416,21 +455,21 @@ __device__ inline void reduce_plain_token(const Params& p, const Parts& parts, i
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
+        const int v = first + i * 32;
+        if (v >= kRowVecs) break;
+        if (kAtOnce > 1) sums = NodeSums();
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
-          if (begin + k < num_parts) sums[i].add(p, parts.node[begin + k], held[i][k]);
+          if (begin + k < num_parts) sums.add(p, parts.node[begin + k], held[i][k]);
         }
+        if (begin + kTogether < num_parts) continue;
+        sums.end_node(p);
+        if (p.bias_0) add_to<kElement>(sums.all, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
+        if (p.bias_1) add_to<kElement>(sums.all, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
+        st_vec(at<Vec16>(p.out, offset) + v, rounded<kElement>(sums.all));
       }
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int v = first + i * 32;
-      if (v >= kRowVecs) break;
-      sums[i].end_node(p);
-      if (p.bias_0) add_to<kElement>(sums[i].all, ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
-      if (p.bias_1) add_to<kElement>(sums[i].all, ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
-      st_vec(at<Vec16>(p.out, offset) + v, rounded<kElement>(sums[i].all));
-    }
+      begin += kTogether;
+    } while (begin < num_parts);
   }
 }
 
@@ -506,16 +545,10 @@ constexpr bool kSendsRows = Form::kIsPlain && kFan == 1;
 
 template <class Form, class Copies>
 __device__ __forceinline__ void copy_rows(const Params& p, const Routes& routes, u32 epoch, Copies copies) {
-  auto none = [](int, int) { return Rows<1>(); };
   if constexpr (kSendsRows<Form>) {
-    const i32* sent = at<const i32>(p.handle, kHandleFlowRecv);
-    move_rows<false, Rows<1>>(
-        p, epoch, kPhaseNodeRows, copies, Chunks(&at<State>(p.state, 0)->nodes_filled, sent, p.chunk_tokens, first_flow_to_send(p)),
-        NoChunks(), [&](int flow, int chunk, u32& seen) { return can_fill(p, epoch, flow, chunk, seen); }, NeverReady(), ExposedRows(p),
-        [&](int flow, int chunk) { return fill_rows(p, routes, epoch, flow, chunk, sent[flow]); }, none);
+    move_rows<true, Rows<1>>(p, epoch, kPhaseNodeRows, copies, SentRows(p, routes, epoch), NoChunks(), ExposedRows(p));
   } else {
-    move_rows<false, Rows<1>>(p, epoch, kPhaseNodeRows, copies, NoChunks(), NoChunks(), NeverReady(), NeverReady(), ExposedRows(p), none,
-                              none);
+    move_rows<true, Rows<1>>(p, epoch, kPhaseNodeRows, copies, NoChunks(), NoChunks(), ExposedRows(p));
   }
 }
 
@@ -526,7 +559,8 @@ struct RaiseOne {
 
   __device__ __forceinline__ void operator()(Signal s) const {
     if (kind_of(s) == kExposedSignal) return raise_exposed(p, epoch, chunk_of(s));
-    send_sums(p, epoch, flow_of(s), chunk_of(s), at<const i32>(p.handle, kHandleFlowRecv)[flow_of(s)]);
+    const int flow_tokens = at<const i32>(p.handle, kHandleFlowRecv)[flow_of(s)];
+    send_sums(p, epoch, flow_of(s), chunk_of(s), tokens_of(chunk_of(s), flow_tokens, p.chunk_tokens));
   }
 };
 
@@ -554,8 +588,8 @@ __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& rout
     if constexpr (!kSendsRows<Form>) {
       constexpr int kFillWarps = kWarps / 3;
       if (warp < kCopyWarps + kFillWarps) {
-        for_each_chunk(&state->nodes_filled, sent, p.chunk_tokens, first_flow_to_send(p),
-                       [&](int flow, int chunk) { return fill_chunk<Form>(p, routes, epoch, flow, chunk, sent[flow]); });
+        Chunks chunks(&state->nodes_filled, sent, p.chunk_tokens, first_flow_to_send(p));
+        while (chunks.has && fill_chunk<Form>(p, routes, epoch, chunks)) chunks.next();
       }
     }
     reduce_tokens<Form>(p, routes, epoch, parts[warp]);

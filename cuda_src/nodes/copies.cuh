@@ -7,9 +7,9 @@
 // A signal follows a group: a word at another rank, or a put with its word. It needs a fence, and a fence takes as long as many rows. So a
 // signal warp raises all due signals after each fence, and copy warps wait for no fence. Without TMA a copy warp raises its own signals.
 //
-// Liveness: a copy warp has claimed at most one chunk to fill and one chunk to empty. While the slot of the one has no credit and the other
-// one has not arrived, the warp moves other rows. It waits only when nothing that it has claimed can move, and everything that it has
-// loaded has been written and signalled. So it keeps nothing back that another rank waits for (nodes.cuh).
+// Liveness: a copy warp holds at most one chunk to fill and one chunk to empty, and has claimed the next of each. While the slot of the one
+// has no credit and the other one has not arrived, the warp moves other rows. It waits only when nothing that it has claimed can move, and
+// everything that it has loaded has been written and signalled. So it keeps nothing back that another rank waits for (nodes.cuh).
 #pragma once
 #include "common/bulk.cuh"
 #include "nodes/nodes.cuh"
@@ -96,8 +96,8 @@ struct Staged {
 // before it waits.
 template <int kPlaces, int kStages>
 struct BulkCopies {
-  // As in bulk_pipeline: the warp fills half of the stages while the copy engine empties the others.
-  static constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kUnwritten = 4;
+  // As in bulk_pipeline: the warp fills half of the stages while the copy engine empties the others. Signals follow sooner than there.
+  static constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kUnwritten = 2;
 
   char* stages;
   u64* barriers;
@@ -255,50 +255,23 @@ struct WarpCopies {
   }
 };
 
-// Chunks of all flows in ascending order. Warps share them.
-struct Chunks {
-  u32* tickets;
-  const i32* num_tokens;  // of each flow
-  int chunk_tokens, first_flow, end;
-  int flow = 0, chunk = 0;  // that this warp has claimed
-  bool has = false;
-
-  __device__ Chunks(u32* tickets, const i32* num_tokens, int chunk_tokens, int first_flow)
-      : tickets(tickets),
-        num_tokens(num_tokens),
-        chunk_tokens(chunk_tokens),
-        first_flow(first_flow),
-        end(max_chunks(num_tokens, chunk_tokens) * kNumFlows) {
-    next();
-  }
-
-  __device__ __forceinline__ void next() {
-    for (int item = claim(tickets); (has = item < end); item = claim(tickets)) {
-      flow = (item + first_flow) % kNumFlows, chunk = item / kNumFlows;
-      if (chunk < num_chunks(num_tokens[flow], chunk_tokens)) return;
-    }
-  }
-};
-
 // For a call in which copy warps fill or empty no chunks.
 struct NoChunks {
-  static constexpr int flow = 0, chunk = 0;
+  static constexpr int flow = 0, num_rows = 0;
   static constexpr bool has = false;
-  __device__ __forceinline__ void next() {}
-};
-struct NeverReady {
-  __device__ __forceinline__ bool operator()(int, int, u32&) const { return false; }
+  __device__ __forceinline__ bool is_ready(u32&) const { return false; }
+  template <class Group>
+  __device__ __forceinline__ void take(Group&) {}
 };
 
 // Waits until a chunk can be filled or emptied. One lane looks at the word of each. False: one of them timed out.
-template <class Filled, class Emptied, class CanFill, class CanEmpty>
-__device__ __forceinline__ bool await_either(const Params& p, u32 epoch, const Filled& filled, const Emptied& emptied, u32 phase,
-                                             CanFill can_fill, CanEmpty can_empty) {
+template <class Filled, class Emptied>
+__device__ __forceinline__ bool await_either(const Params& p, u32 epoch, u32 phase, const Filled& filled, const Emptied& emptied) {
   const int lane = lane_idx();
   auto is_ready = [&](u32& seen) {
     u32 of_credit = 0, of_chunk = 0;
-    const bool has_room = filled.has && can_fill(filled.flow, filled.chunk, of_credit);
-    const bool has_arrived = emptied.has && can_empty(emptied.flow, emptied.chunk, of_chunk);
+    const bool has_room = filled.has && filled.is_ready(of_credit);
+    const bool has_arrived = emptied.has && emptied.is_ready(of_chunk);
     seen = lane == 0 ? of_credit : of_chunk;
     return has_room || has_arrived;
   };
@@ -308,21 +281,24 @@ __device__ __forceinline__ bool await_either(const Params& p, u32 epoch, const F
   return __all_sync(~0u, ok);
 }
 
-// The work of a copy warp: chunks to fill and to empty, and rows of this node (`near`), until all have moved or a wait times out.
-//   phase                            the wait for chunks
-//   can_fill(flow, chunk, seen)      whether a chunk may be written: it has a credit; `seen`: the epoch of the credit
-//   can_empty(flow, chunk, seen)     whether it has arrived
-//   fill(flow, chunk)                return the rows of a chunk, and where they go
-//   empty(flow, chunk)
-//   near(rows)                       set rows of this node; false: all are taken
-// With kNearLast, rows of this node fill the time in which no chunk can move.
-template <bool kNearLast, class Group, class Copies, class Filled, class Emptied, class CanFill, class CanEmpty, class Near, class Fill,
-          class Empty>
+// The work of a copy warp: chunks to fill and to empty, and rows of this node (`near`), until all have moved or a wait times out. Each of
+// the three has:
+//   num_rows      of this rank, or -1 if there are no such rows
+//   take(rows)    all lanes: set a group of rows, and go on to the next one
+// Chunks also have:
+//   has, flow       whether this warp holds one, and its flow
+//   is_ready(seen)  one lane: whether it has a credit, or has arrived; `seen`: the epoch of the word that says so
+// `near.take` returns whether there were rows.
+//
+// With kMixed, each warp mixes rows of this node with those of chunks evenly, so that neither links nor memory idle at the end. Otherwise
+// rows of this node wait until no chunk can move: they need the same links, and nothing waits for them.
+template <bool kMixed, class Group, class Copies, class Filled, class Emptied, class Near>
 __device__ __forceinline__ void move_rows(const Params& p, u32 epoch, u32 phase, Copies& copies, Filled filled, Emptied emptied,
-                                          CanFill can_fill, CanEmpty can_empty, Near near, Fill fill, Empty empty) {
+                                          Near near) {
+  const float near_rows_per_row = kMixed ? static_cast<float>(near.num_rows) / static_cast<float>(filled.num_rows + emptied.num_rows) : 0;
   Group rows;
-  int moved = 0;
-  bool has_near = true, is_turn_of_near = true, is_turn_of_fill = true;
+  int moved = 0, of_chunks = 0, of_near = 0;
+  bool has_near = true, is_turn_of_fill = true;
   for (;;) {
     if (moved < rows.count) {
       if (copies.has_room()) {
@@ -335,27 +311,27 @@ __device__ __forceinline__ void move_rows(const Params& p, u32 epoch, u32 phase,
     moved = rows.count = 0;
     u32 seen;
     bool is_ready = false;
-    if (lane_idx() == 0) is_ready = filled.has && can_fill(filled.flow, filled.chunk, seen);
-    if (lane_idx() == 1) is_ready = emptied.has && can_empty(emptied.flow, emptied.chunk, seen);
+    if (lane_idx() == 0) is_ready = filled.has && filled.is_ready(seen);
+    if (lane_idx() == 1) is_ready = emptied.has && emptied.is_ready(seen);
     const u32 ready = __ballot_sync(~0u, is_ready);
     __syncwarp();  // all lanes read and write after what these lanes acquired
-    is_turn_of_near = !kNearLast && !is_turn_of_near;
-    if (has_near && (is_turn_of_near || ready == 0)) {
-      has_near = near(rows);
+    if (has_near && (ready == 0 || static_cast<float>(of_near) < static_cast<float>(of_chunks) * near_rows_per_row)) {
+      has_near = near.take(rows);
+      of_near += rows.count;
     } else if (ready & 1 && (is_turn_of_fill || !(ready & 2))) {
-      rows = fill(filled.flow, filled.chunk);
-      filled.next();
+      filled.take(rows);
+      of_chunks += rows.count;
       is_turn_of_fill = false;
     } else if (ready & 2) {
-      rows = empty(emptied.flow, emptied.chunk);
-      emptied.next();
+      emptied.take(rows);
+      of_chunks += rows.count;
       is_turn_of_fill = true;
     } else if (copies.in_flight()) {
       copies.end_one();
       continue;
     } else {
       copies.drain();
-      if (!(filled.has || emptied.has) || !await_either(p, epoch, filled, emptied, phase, can_fill, can_empty)) break;
+      if (!(filled.has || emptied.has) || !await_either(p, epoch, phase, filled, emptied)) break;
       continue;
     }
     copies.begin_group();

@@ -6,8 +6,7 @@
 //   carries it. A token crosses the network once for each flow. The chunk says where its rows belong at each rank of the fan.
 // - A chunk that has arrived leaves its slot: each row goes to its final position at the ranks of the fan. The warp keeps the positions for
 //   combine.
-// Chunks come first, and rows for this node fill the time in which no chunk can move. The warp that moves rows also writes their small
-// arrays.
+// move_rows says in which order. The warp that moves rows also writes their small arrays.
 //
 // Protocol:
 // 1. The ranks agree on the call (call_start.cuh). Before that no byte of a row moves.
@@ -28,7 +27,8 @@
 #include "throughput/results.cuh"
 
 constexpr int kCopyWarps = kDispatchNodesCopyWarps;
-constexpr int kCopyRows = 8;  // rows of this node that a copy warp claims at once
+constexpr int kCopyRows = 8;     // rows of this node that a copy warp claims at once
+constexpr int kWordsAtOnce = 8;  // words of small arrays that a lane loads before it stores them
 using Group = Rows<kFan>;
 
 struct Routes {
@@ -38,6 +38,7 @@ struct Routes {
   u64 topk_weights[kRanksPerNode];
   u64 src_idx[kRanksPerNode];
   i64 capacity[kRanksPerNode];  // rows that fit there
+  FirstRows first;
   u32 verdict;
 };
 
@@ -65,6 +66,7 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
     routes.src_idx[lane] = base + window->src_idx;
     routes.capacity[lane] = window->capacity;
   }
+  if (verdict == kAgreed) routes.first.read(p, epoch);
   if (lane == 0) {
     routes.verdict = verdict;
     if (blockIdx.x == 0 && verdict == kAgreed && arriving > p.capacity)
@@ -116,15 +118,22 @@ __device__ __forceinline__ void write_topk(const Params& p, const Routes& routes
 template <int kPlaces>
 __device__ __forceinline__ void write_scales(const Params& p, const Routes& routes, const Tokens<kPlaces>& tokens, u64 scales) {
   const u32 words = p.scale_bytes / 4, num_words = tokens.count * words;
-  for (u32 first = 0; first < num_words; first += 32) {
-    const u32 i = first + lane_idx(), j = i / words % 32, word = i % words;
-    const i64 element = __shfl_sync(~0u, tokens.element, j);
-    const bool exists = i < num_words;
-    const u32 value = exists ? at<const u32>(scales, element * p.scale_bytes)[word] : 0;
+  for (u32 first = 0; first < num_words; first += 32 * kWordsAtOnce) {
+    u32 held[kWordsAtOnce];
 #pragma unroll
-    for (int d = 0; d < kPlaces; ++d) {
-      const i64 row = __shfl_sync(~0u, tokens.row[d], j);
-      if (exists && row >= 0) at<u32>(routes.scales[tokens.first_index + d], row * p.scale_bytes)[word] = value;
+    for (int n = 0; n < kWordsAtOnce; ++n) {
+      const u32 i = first + n * 32 + lane_idx();
+      const i64 element = __shfl_sync(~0u, tokens.element, i / words % 32);
+      if (i < num_words) held[n] = at<const u32>(scales, element * p.scale_bytes)[i % words];
+    }
+#pragma unroll
+    for (int n = 0; n < kWordsAtOnce; ++n) {
+      const u32 i = first + n * 32 + lane_idx();
+#pragma unroll
+      for (int d = 0; d < kPlaces; ++d) {
+        const i64 row = __shfl_sync(~0u, tokens.row[d], i / words % 32);
+        if (i < num_words && row >= 0) at<u32>(routes.scales[tokens.first_index + d], row * p.scale_bytes)[i % words] = held[n];
+      }
     }
   }
 }
@@ -149,32 +158,42 @@ __device__ __forceinline__ void write_small(const Params& p, const Routes& route
 
 // --- rows for this node -------------------------------------------------------------------------------------------------------------
 
-// Claims rows for ranks of this node, and writes their small arrays. Returns whether there are some.
+// Rows for ranks of this node. A warp takes kCopyRows of them at a time, and writes their small arrays. The number of the next ones is on
+// its way meanwhile.
 struct NearRows {
   const Params& p;
   const Routes& routes;
-  u32 epoch;
-  int end;
+  int num_rows = 0, end;
+  u32 ticket = 0;  // lane 0
 
-  __device__ NearRows(const Params& p, const Routes& routes, u32 epoch) : p(p), routes(routes), epoch(epoch) {
+  __device__ NearRows(const Params& p, const Routes& routes) : p(p), routes(routes) {
     int most = 0;
-    for (int i = 0; i < kRanksPerNode; ++i) most = max(most, num_sent()[near_rank(p, i)]);
+    for (int i = 0; i < kRanksPerNode; ++i) {
+      num_rows += num_for(i);
+      most = max(most, num_for(i));
+    }
     end = (most + kCopyRows - 1) / kCopyRows * kRanksPerNode;
+    take_ticket();
   }
 
-  __device__ __forceinline__ const i32* num_sent() const { return at<const i32>(p.handle, kHandleNumSent); }
+  __device__ __forceinline__ int num_for(int index) const { return at<const i32>(p.handle, kHandleNumSent)[near_rank(p, index)]; }
 
-  __device__ __forceinline__ bool operator()(Group& rows) const {
-    const int item = claim(&at<State>(p.state, 0)->nodes_copied), lane = lane_idx();
+  __device__ __forceinline__ void take_ticket() {
+    if (lane_idx() == 0) ticket = fetch_add_relaxed_gpu(&at<State>(p.state, 0)->nodes_copied);
+  }
+
+  __device__ __forceinline__ bool take(Group& rows) {
+    const int item = static_cast<int>(__shfl_sync(~0u, ticket, 0)), lane = lane_idx();
     if (item >= end) return false;
+    take_ticket();
     const int chunk = item / kRanksPerNode, index = (item + chunk + p.rank) % kRanksPerNode;
     const int position = chunk * kCopyRows + lane;
     Tokens<1> tokens;
-    tokens.count = max(0, min(kCopyRows, num_sent()[near_rank(p, index)] - chunk * kCopyRows));
+    tokens.count = max(0, min(kCopyRows, num_for(index) - chunk * kCopyRows));
     tokens.source = p.rank;
     tokens.first_index = index;
     tokens.token = tokens.element = lane < tokens.count ? at<const i32>(p.handle, kHandleNearList)[index * kNumMaxTokens + position] : 0;
-    tokens.row[0] = lane < tokens.count ? first_row_at(p, epoch, index, p.rank) + position : -1;
+    tokens.row[0] = lane < tokens.count ? routes.first.own[index] + position : -1;
     if (tokens.row[0] >= routes.capacity[index]) tokens.row[0] = -1;
     write_small(p, routes, tokens, {p.topk_idx, p.topk_weights, p.scales});
     rows.count = tokens.count;
@@ -192,85 +211,129 @@ struct NearRows {
 // Copies an array's parts of a chunk's tokens to a slot. Lane j holds token j.
 __device__ inline void fill_small(u64 to, u64 from, u32 num_bytes, int my_token, int num_tokens) {
   const u32 words = num_bytes / 4, num_words = num_tokens * words;
-  for (u32 first = 0; first < num_words; first += 32) {
-    const u32 i = first + lane_idx();
-    const i64 token = __shfl_sync(~0u, my_token, i / words % 32);
-    if (i < num_words) at<u32>(to, 0)[i] = at<const u32>(from, token * num_bytes)[i % words];
-  }
-}
-
-__device__ __forceinline__ int tokens_of(const Params& p, int chunk, int flow_tokens) {
-  return min(p.chunk_tokens, flow_tokens - chunk * p.chunk_tokens);
-}
-
-// Writes all of a chunk but its rows, and returns these.
-__device__ __forceinline__ Group fill_chunk(const Params& p, int flow, int chunk, int flow_tokens) {
-  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = tokens_of(p, chunk, flow_tokens);
-  const u64 slot = slot_to_fill(p, flow, chunk);
-  ChunkHead* head = at<ChunkHead>(slot, 0);
-  int my_token = 0;
-  if (lane < num_tokens) {
-    my_token = at<const i32>(p.handle, kHandleFlowList)[flow * kNumMaxTokens + first + lane];
-    head->tokens[lane] = my_token;
-    for (int i = 0; i < kFan; ++i) head->pos[lane * kFan + i] = -1;
-    const i64 entry = static_cast<i64>(my_token) * kNumTopk;
-    for (int k = 0; k < kNumTopk; ++k) {
-      const int rank = at<const i32>(p.handle, kHandleEntryRank)[entry + k];
-      if (rank < 0 || node_of(rank) == node_of(p.rank) || flow_to(p, rank) != flow) continue;
-      head->pos[lane * kFan + (kDirect ? 0 : near_index(rank))] = at<const i32>(p.handle, kHandleEntryPos)[entry + k];
+  for (u32 first = 0; first < num_words; first += 32 * kWordsAtOnce) {
+    u32 held[kWordsAtOnce];
+#pragma unroll
+    for (int n = 0; n < kWordsAtOnce; ++n) {
+      const u32 i = first + n * 32 + lane_idx();
+      const i64 token = __shfl_sync(~0u, my_token, i / words % 32);
+      if (i < num_words) held[n] = at<const u32>(from, token * num_bytes)[i % words];
+    }
+#pragma unroll
+    for (int n = 0; n < kWordsAtOnce; ++n) {
+      const u32 i = first + n * 32 + lane_idx();
+      if (i < num_words) at<u32>(to, 0)[i] = held[n];
     }
   }
-  if (p.topk_idx) fill_small(slot + p.chunk_topk_idx, p.topk_idx, kNumTopk * p.idx_bytes, my_token, num_tokens);
-  if (p.topk_weights) fill_small(slot + p.chunk_weights, p.topk_weights, kNumTopk * sizeof(float), my_token, num_tokens);
-  if (p.scales) fill_small(slot + p.chunk_scales, p.scales, p.scale_bytes, my_token, num_tokens);
-  Group rows;
-  rows.count = num_tokens;
-  rows.from = p.x + static_cast<u64>(my_token) * p.row_bytes;
-#pragma unroll
-  for (int d = 0; d < kFan; ++d) rows.to[d] = 0;
-  rows.to[0] = slot + p.chunk_rows + static_cast<u64>(lane) * p.row_bytes;
-  rows.when_read = kNoSignal;
-  rows.when_written = signal_of(kPutSignal, flow, chunk);
-  return rows;
 }
 
-// Takes all of a chunk but its rows out of its slot, and returns these.
-__device__ __forceinline__ Group empty_chunk(const Params& p, const Routes& routes, u32 epoch, int flow, int chunk, int flow_tokens) {
-  const int lane = lane_idx(), first = chunk * p.chunk_tokens, num_tokens = tokens_of(p, chunk, flow_tokens);
-  const int source = far_end(p, flow), fan_begin = kDirect ? near_index(p.rank) : 0;
-  const u64 slot = network_base(p) + recv_slot(slot_of(flow, chunk));
-  const ChunkHead* head = at<const ChunkHead>(slot, 0);
-  i32* recv_pos = at<i32>(p.handle, kHandleRecvPos) + (static_cast<i64>(flow) * kNumMaxTokens + first) * kFan;
-  Tokens<kFan> tokens;
-  tokens.count = num_tokens;
-  tokens.source = source;
-  tokens.first_index = fan_begin;
-  tokens.token = lane < num_tokens ? head->tokens[lane] : 0;
-  tokens.element = lane;
-  Group rows;
-#pragma unroll
-  for (int d = 0; d < kFan; ++d) {
-    tokens.row[d] = -1;
-    rows.to[d] = 0;
-    if (lane >= num_tokens) continue;
-    const int pos = recv_pos[lane * kFan + d] = head->pos[lane * kFan + d];
-    const i64 row = pos < 0 ? -1 : first_row_at(p, epoch, fan_begin + d, source) + pos;
-    if (row < 0 || row >= routes.capacity[fan_begin + d]) continue;
-    tokens.row[d] = row;
-    rows.to[d] = routes.x[fan_begin + d] + row * p.row_bytes;
+// Gathers rows in slots. It knows the tokens of a chunk when it comes to it.
+struct FilledChunks : Chunks {
+  const Params& p;
+  u32 epoch;
+  int num_rows;
+  int token;      // lane j: token j of the chunk
+  i32 pos[kFan];  // its positions at the ranks of the fan
+
+  __device__ FilledChunks(const Params& p, u32 epoch)
+      : Chunks(&at<State>(p.state, 0)->nodes_filled, at<const i32>(p.handle, kHandleFlowTokens), p.chunk_tokens, first_flow_to_send(p)),
+        p(p),
+        epoch(epoch),
+        num_rows(all_tokens()) {
+    load_tokens();
   }
-  SmallArrays from = {};
-  if (p.topk_idx) from.topk_idx = slot + p.chunk_topk_idx;
-  if (p.topk_weights) from.topk_weights = slot + p.chunk_weights;
-  if (p.scales) from.scales = slot + p.chunk_scales;
-  write_small(p, routes, tokens, from);
-  rows.count = num_tokens;
-  rows.from = slot + p.chunk_rows + static_cast<u64>(lane) * p.row_bytes;
-  const bool is_awaited = needs_credit(chunk, num_chunks(flow_tokens, p.chunk_tokens));
-  rows.when_read = is_awaited ? signal_of(kCreditSignal, flow, chunk) : kNoSignal;
-  rows.when_written = kNoSignal;
-  return rows;
-}
+
+  __device__ __forceinline__ void load_tokens() {
+    if (!has || lane_idx() >= tokens.count) return;
+    const i64 position = static_cast<i64>(flow) * kNumMaxTokens + tokens.first + lane_idx();
+    token = at<const i32>(p.handle, kHandleFlowList)[position];
+#pragma unroll
+    for (int i = 0; i < kFan; ++i) pos[i] = at<const i32>(p.handle, kHandleSentPos)[position * kFan + i];
+  }
+
+  __device__ __forceinline__ bool is_ready(u32& seen) const { return has_credit(p, epoch, flow, chunk, seen); }
+
+  // Writes all of the chunk but its rows.
+  __device__ __forceinline__ void take(Group& rows) {
+    const int lane = lane_idx(), num_tokens = tokens.count;
+    const u64 slot = slot_to_fill(p, flow, chunk);
+    const int my_token = lane < num_tokens ? token : 0;
+    if (lane < num_tokens) {
+      ChunkHead* head = at<ChunkHead>(slot, 0);
+      head->tokens[lane] = my_token;
+#pragma unroll
+      for (int i = 0; i < kFan; ++i) head->pos[lane * kFan + i] = pos[i];
+    }
+    if (p.topk_idx) fill_small(slot + p.chunk_topk_idx, p.topk_idx, kNumTopk * p.idx_bytes, my_token, num_tokens);
+    if (p.topk_weights) fill_small(slot + p.chunk_weights, p.topk_weights, kNumTopk * sizeof(float), my_token, num_tokens);
+    if (p.scales) fill_small(slot + p.chunk_scales, p.scales, p.scale_bytes, my_token, num_tokens);
+    rows.count = num_tokens;
+    rows.from = p.x + static_cast<u64>(my_token) * p.row_bytes;
+#pragma unroll
+    for (int d = 0; d < kFan; ++d) rows.to[d] = 0;
+    rows.to[0] = slot + p.chunk_rows + static_cast<u64>(lane) * p.row_bytes;
+    rows.when_read = kNoSignal;
+    rows.when_written = signal_of(kPutSignal, flow, chunk);
+    next();
+    load_tokens();
+  }
+};
+
+// Takes rows out of their slots.
+struct EmptiedChunks : Chunks {
+  const Params& p;
+  const Routes& routes;
+  u32 epoch;
+  int num_rows;
+
+  __device__ EmptiedChunks(const Params& p, const Routes& routes, u32 epoch)
+      : Chunks(&at<State>(p.state, 0)->nodes_emptied, at<const i32>(p.handle, kHandleFlowRecv), p.chunk_tokens, first_flow_to_receive(p)),
+        p(p),
+        routes(routes),
+        epoch(epoch),
+        num_rows(all_tokens()) {}
+
+  __device__ __forceinline__ bool is_ready(u32& seen) const { return has_arrived(p, epoch, flow, chunk, seen); }
+
+  // Takes all of the chunk but its rows.
+  __device__ __forceinline__ void take(Group& rows) {
+    const int lane = lane_idx(), num_tokens = Chunks::tokens.count;
+    const u64 slot = network_base(p) + recv_slot(slot_of(flow, chunk));
+    const ChunkHead* head = at<const ChunkHead>(slot, 0);
+    const bool exists = lane < num_tokens;
+    Tokens<kFan> tokens;
+    tokens.count = num_tokens;
+    tokens.source = far_end(p, flow);
+    tokens.first_index = first_of_fan(p);
+    tokens.token = exists ? head->tokens[lane] : 0;
+    tokens.element = lane;
+    i32 pos[kFan];
+#pragma unroll
+    for (int d = 0; d < kFan; ++d) pos[d] = exists ? head->pos[lane * kFan + d] : -1;
+    i32* recv_pos = at<i32>(p.handle, kHandleRecvPos) + (static_cast<i64>(flow) * kNumMaxTokens + Chunks::tokens.first) * kFan;
+#pragma unroll
+    for (int d = 0; d < kFan; ++d) {
+      tokens.row[d] = -1;
+      rows.to[d] = 0;
+      if (exists) recv_pos[lane * kFan + d] = pos[d];
+      const i64 row = routes.first.of_flow[flow * kFan + d] + pos[d];
+      if (pos[d] < 0 || row >= routes.capacity[first_of_fan(p) + d]) continue;
+      tokens.row[d] = row;
+      rows.to[d] = routes.x[first_of_fan(p) + d] + row * p.row_bytes;
+    }
+    SmallArrays from = {};
+    if (p.topk_idx) from.topk_idx = slot + p.chunk_topk_idx;
+    if (p.topk_weights) from.topk_weights = slot + p.chunk_weights;
+    if (p.scales) from.scales = slot + p.chunk_scales;
+    write_small(p, routes, tokens, from);
+    rows.count = num_tokens;
+    rows.from = slot + p.chunk_rows + static_cast<u64>(lane) * p.row_bytes;
+    const bool is_awaited = needs_credit();
+    rows.when_read = is_awaited ? signal_of(kCreditSignal, flow, chunk) : kNoSignal;
+    rows.when_written = kNoSignal;
+    next();
+  }
+};
 
 // --- the rest -----------------------------------------------------------------------------------------------------------------------
 
@@ -284,21 +347,14 @@ __device__ inline void write_own_padding(const Params& p) {
 __device__ inline void raise(const Params& p, u32 epoch, Signal s) {
   const int flow = flow_of(s), chunk = chunk_of(s);
   if (kind_of(s) == kCreditSignal) return send_credit(p, epoch, flow, chunk);
-  const int num_tokens = tokens_of(p, chunk, at<const i32>(p.handle, kHandleFlowTokens)[flow]);
+  const int num_tokens = tokens_of(chunk, at<const i32>(p.handle, kHandleFlowTokens)[flow], p.chunk_tokens).count;
   send_chunk(p, epoch, flow, chunk, p.chunk_rows + static_cast<u64>(num_tokens) * p.row_bytes);
 }
 
 template <class Copies>
 __device__ __forceinline__ void copy_rows(const Params& p, const Routes& routes, u32 epoch, Copies copies) {
-  State* state = at<State>(p.state, 0);
-  const i32 *sent = at<const i32>(p.handle, kHandleFlowTokens), *received = at<const i32>(p.handle, kHandleFlowRecv);
-  move_rows<true, Group>(
-      p, epoch, kPhaseNodeRows, copies, Chunks(&state->nodes_filled, sent, p.chunk_tokens, first_flow_to_send(p)),
-      Chunks(&state->nodes_emptied, received, p.chunk_tokens, first_flow_to_receive(p)),
-      [&](int flow, int chunk, u32& seen) { return has_credit(p, epoch, flow, chunk, seen); },
-      [&](int flow, int chunk, u32& seen) { return has_arrived(p, epoch, flow, chunk, seen); }, NearRows(p, routes, epoch),
-      [&](int flow, int chunk) { return fill_chunk(p, flow, chunk, sent[flow]); },
-      [&](int flow, int chunk) { return empty_chunk(p, routes, epoch, flow, chunk, received[flow]); });
+  move_rows<kRanksPerNode == 1, Group>(p, epoch, kPhaseNodeRows, copies, FilledChunks(p, epoch), EmptiedChunks(p, routes, epoch),
+                                       NearRows(p, routes));
 }
 
 // Called by one thread.
@@ -313,7 +369,7 @@ __device__ inline void count_rows(const Params& p, bool failed) {
 }
 
 extern "C" __global__ void __launch_bounds__(kDispatchNodesThreads, 1) dispatch_nodes(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) char stages[];
+  extern __shared__ __align__(16) char memory[];
   __shared__ Routes routes;
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
@@ -335,8 +391,9 @@ extern "C" __global__ void __launch_bounds__(kDispatchNodesThreads, 1) dispatch_
     __syncthreads();
     if (routes.verdict == kAgreed && warp < kCopyWarps) {
       const int first = warp * kStages;
-      copy_rows(p, routes, epoch,
-                BulkCopies<kFan, kStages>(stages + first * kNodesStageBytes, barriers + first, staged + first, &ring, p.row_bytes));
+      copy_rows(
+          p, routes, epoch,
+          BulkCopies<kFan, kStages>(first_line(memory) + first * kNodesStageBytes, barriers + first, staged + first, &ring, p.row_bytes));
     }
     if (routes.verdict == kAgreed && warp == kCopyWarps) raise_signals<kCopyWarps>(ring, raise_one);
   } else {

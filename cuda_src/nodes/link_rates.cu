@@ -2,19 +2,22 @@
 //
 // What it moves (p.kind):
 // - kNearBytes: each rank writes num_bytes to each other rank of its node, num_chunks times.
-// - kFarBytes: each rank puts num_chunks chunks of num_bytes through each flow, with credits, as dispatch_nodes does. Nothing is copied at
-//   the two ends.
+// - kFarBytes: each rank sends num_chunks chunks of num_bytes through each flow, with credits, as dispatch_nodes does: with the copy engine
+//   where this GPU reaches the other end, otherwise by puts. Nothing else is copied at the two ends.
 // - kNearWords, kFarWords: num_chunks steps. In a step each rank sends one word to the others, and waits for theirs. A step takes the time
 //   of one message.
 //
 // Reuse of memory: the hosts of all ranks synchronize between launches. In a step of words, a rank sends word i + kNumSlots after it has
 // received word i + 1 of its peer, which the peer sent after word i of this rank. kNumSlots is at least 2. Near words have a place each.
+#include "common/bulk.cuh"
 #include "common/work.cuh"
 #include "nodes/nodes.cuh"
 
 constexpr int kNearBytes = 0, kFarBytes = 1, kNearWords = 2, kFarWords = 3;
 constexpr int kWarps = kNodesThreads / 32;
 constexpr int kCopyBytes = 16 * 1024;  // that a warp claims at once
+constexpr int kStages = 4;
+constexpr u32 kPieceBytes = 2048;
 
 __device__ inline void write_near(const Params& p) {
   const int pieces = (p.num_bytes + kCopyBytes - 1) / kCopyBytes, others = kRanksPerNode > 1 ? kRanksPerNode - 1 : 1;
@@ -28,20 +31,42 @@ __device__ inline void write_near(const Params& p) {
   }
 }
 
-// Puts a chunk of a slot. Called by a whole warp.
-__device__ inline void put_chunk(const Params& p, u32 epoch, int flow, int chunk) {
-  const int other = far_end(p, flow), slot = slot_of(flow, chunk), their_slot = slot_of(flow_from(p, other), chunk);
-  fence_release_sys();  // as in the calls, where the transport reads what all lanes wrote
-  __syncwarp();
-  put(p, other, recv_slot(their_slot), send_slot(slot), p.num_bytes, kNetworkArrived + their_slot * sizeof(u64), tag_of(epoch, chunk + 1));
-}
+// Sends chunks of slots. Each warp has one.
+struct Sender {
+  char* stages;
+  u64* barriers;
+  u32 turn = 0;
 
-__device__ inline void fill(const Params& p, u32 epoch) {
+  __device__ Sender(char* stages, u64* barriers) : stages(stages), barriers(barriers) {
+    if (kHasTma && lane_idx() == 0) {
+      for (int i = 0; i < kStages; ++i) barrier_init(barriers + i);
+      barrier_init_fence();
+    }
+    __syncwarp();
+  }
+
+  // Called by a whole warp.
+  __device__ __forceinline__ void send(const Params& p, u32 epoch, int flow, int chunk) {
+    const u64 from = network_base(p) + send_slot(slot_of(flow, chunk)), to = slot_to_fill(p, flow, chunk);
+    if (to != from) {
+      if (!kHasTma) {
+        warp_copy(at<void>(to, 0), at<const void>(from, 0), p.num_bytes);
+      } else if (lane_idx() == 0) {
+        bulk_copy<kPieceBytes, kStages>(to, from, p.num_bytes, stages, barriers, turn);
+      }
+    }
+    fence_release_sys();  // as in the calls, where the transport reads what all lanes wrote
+    __syncwarp();
+    send_chunk(p, epoch, flow, chunk, p.num_bytes);
+  }
+};
+
+__device__ inline void fill(const Params& p, u32 epoch, Sender sender) {
   u32* tickets = &at<State>(p.state, 0)->nodes_filled;
   for (int item = claim(tickets); item < p.num_chunks * kNumFlows; item = claim(tickets)) {
     const int flow = item % kNumFlows, chunk = item / kNumFlows;
     if (!await_credit(p, epoch, flow, chunk)) return;
-    put_chunk(p, epoch, flow, chunk);
+    sender.send(p, epoch, flow, chunk);
   }
 }
 
@@ -71,9 +96,9 @@ __device__ inline void exchange_near_words(const Params& p, u32 epoch) {
   }
 }
 
-__device__ inline void exchange_far_words(const Params& p, u32 epoch) {
+__device__ inline void exchange_far_words(const Params& p, u32 epoch, Sender sender) {
   for (int step = 0; step < p.num_chunks; ++step) {
-    for (int flow = 0; flow < kNumFlows; ++flow) put_chunk(p, epoch, flow, step);
+    for (int flow = 0; flow < kNumFlows; ++flow) sender.send(p, epoch, flow, step);
     for (int flow = 0; flow < kNumFlows; ++flow) {
       if (!await_chunk(p, epoch, flow, step, kPhaseNodeRows)) return;
     }
@@ -81,22 +106,26 @@ __device__ inline void exchange_far_words(const Params& p, u32 epoch) {
 }
 
 extern "C" __global__ void __launch_bounds__(kNodesThreads, 1) link_rates(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) char memory[];
+  __shared__ u64 barriers[kWarps * kStages];
   State* state = at<State>(p.state, 0);
   const u32 epoch = state->nodes_epoch + 1;
   clear_next_waits_of_nodes(p, epoch);
-  const bool is_first_warp = blockIdx.x == 0 && warp_idx() == 0;
+  const int warp = warp_idx();
+  const Sender sender(first_line(memory) + warp * kStages * kPieceBytes, barriers + warp * kStages);
+  const bool is_first_warp = blockIdx.x == 0 && warp == 0;
   if (kRanksPerNode > 1 && p.kind == kNearBytes) {
     write_near(p);
   } else if (p.kind == kFarBytes) {
-    if (warp_idx() < kWarps / 2) {
-      fill(p, epoch);
+    if (warp < kWarps / 2) {
+      fill(p, epoch, sender);
     } else {
       empty(p, epoch);
     }
   } else if (is_first_warp && p.kind == kNearWords) {
     exchange_near_words(p, epoch);
   } else if (is_first_warp && p.kind == kFarWords) {
-    exchange_far_words(p, epoch);
+    exchange_far_words(p, epoch, sender);
   }
   __syncthreads();
   if (threadIdx.x == 0 && is_last_block(&state->nodes_blocks)) {

@@ -11,8 +11,9 @@
 //
 // Liveness: fillers and emptiers claim chunks in ascending order, over all flows. Every block has warps of both roles. A filler waits for
 // credits, and an emptier for chunks. Neither of them waits for anything else that comes through a slot. Of all chunks that have not been
-// put, take one with the smallest number c. Its filler waits at most for the credit of chunk c - kNumSlots, which has been put. The emptier
-// of that chunk has only chunks with smaller numbers before it, and all of them have been put. So it empties them, and returns the credit.
+// put, take one with the smallest number c. Its filler has put the chunk that it held before, so it comes to this one. It waits at most for
+// the credit of chunk c - kNumSlots, which has been put. The emptier of that chunk has only chunks with smaller numbers before it, and all
+// of them have been put. So it empties them, and returns the credit.
 #pragma once
 #include "common/wait.cuh"
 
@@ -43,13 +44,18 @@ __device__ __forceinline__ int flow_from(const Params& p, int other) {
   return node < theirs ? node : node - 1;
 }
 
+// The first rank of the fan that this gateway serves, within its node.
+__device__ __forceinline__ int first_of_fan(const Params& p) { return kDirect ? near_index(p.rank) : 0; }
+
 __device__ __forceinline__ u64 tag_of(u32 epoch, u32 number) { return static_cast<u64>(epoch) << 32 | number; }
 
-// Whether a word of network memory has a tag. Then the caller may read what was put with it. `seen`: the epoch there.
+// Whether a word of network memory has a tag. Then the caller may read what was put with it. `seen`: the epoch there. Many warps poll at
+// once, and an acquire empties the L1 cache of its SM. So only a load that finds the tag is followed by one.
 __device__ __forceinline__ bool has_tag(const Params& p, u64 word, u32 epoch, u32 number, u32& seen) {
-  const u64 found = ld_acquire_sys(at<const u64>(network_base(p), word));
-  seen = static_cast<u32>(found >> 32);
-  return found == tag_of(epoch, number);
+  const u64* found = at<const u64>(network_base(p), word);
+  const u64 tag = tag_of(epoch, number), value = ld_relaxed_sys(found);
+  seen = static_cast<u32>(value >> 32);
+  return value == tag && ld_acquire_sys(found) == tag;
 }
 
 __device__ inline bool wait_tag(const Params& p, u64 word, u32 epoch, u32 number, u32 phase, int peer) {
@@ -64,8 +70,8 @@ __device__ __forceinline__ void clear_next_waits_of_nodes(const Params& p, u32 e
 // --- slots --------------------------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ int slot_of(int flow, int chunk) { return flow * kNumSlots + chunk % kNumSlots; }
-__device__ __forceinline__ u64 send_slot(int slot) { return kNetworkSendSlots + static_cast<u64>(slot) * kSlotBytes; }
-__device__ __forceinline__ u64 recv_slot(int slot) { return kNetworkRecvSlots + static_cast<u64>(slot) * kSlotBytes; }
+__device__ __forceinline__ u64 send_slot(int slot) { return kNetworkSent + static_cast<u64>(slot) * kSlotBytes; }
+__device__ __forceinline__ u64 recv_slot(int slot) { return kNetworkArrivals + static_cast<u64>(slot) * kSlotBytes; }
 
 // Whether a slot at the other end is free for a chunk. The caller may then write there.
 __device__ __forceinline__ bool has_credit(const Params& p, u32 epoch, int flow, int chunk, u32& seen) {
@@ -153,20 +159,60 @@ __device__ __forceinline__ int claim(u32* tickets) {
   return static_cast<int>(__shfl_sync(~0u, ticket, 0));
 }
 
-__device__ __forceinline__ int num_chunks(int num_tokens, int chunk_tokens) { return (num_tokens + chunk_tokens - 1) / chunk_tokens; }
+__device__ __forceinline__ int num_chunks(int flow_tokens, int chunk_tokens) { return (flow_tokens + chunk_tokens - 1) / chunk_tokens; }
 
-__device__ __forceinline__ int max_chunks(const i32* num_tokens, int chunk_tokens) {
-  int most = 0;
-  for (int f = lane_idx(); f < kNumFlows; f += 32) most = max(most, num_chunks(num_tokens[f], chunk_tokens));
-  return __reduce_max_sync(~0u, most);
+// The tokens of a chunk, within its flow.
+struct ChunkTokens {
+  int first, count;
+};
+
+__device__ __forceinline__ ChunkTokens tokens_of(int chunk, int flow_tokens, int chunk_tokens) {
+  return {chunk * chunk_tokens, min(chunk_tokens, flow_tokens - chunk * chunk_tokens)};
 }
 
-// Calls work(flow, chunk) for chunks of all flows, in ascending order, until no chunk is left or `work` returns false.
-template <class Work>
-__device__ inline void for_each_chunk(u32* tickets, const i32* num_tokens, int chunk_tokens, int first_flow, Work work) {
-  const int end = max_chunks(num_tokens, chunk_tokens) * kNumFlows;
-  for (int item = claim(tickets); item < end; item = claim(tickets)) {
-    const int flow = (item + first_flow) % kNumFlows, chunk = item / kNumFlows;
-    if (chunk < num_chunks(num_tokens[flow], chunk_tokens) && !work(flow, chunk)) return;
+// Chunks of all flows in ascending order. Warps share them. Each warp has claimed the chunk that it holds and the item after that, whose
+// number is on its way meanwhile.
+struct Chunks {
+  u32* tickets;
+  const i32* num_tokens;  // of each flow
+  int chunk_tokens, first_flow, end = 0;
+  u32 ticket;  // lane 0: the next item
+  int flow = 0, chunk = 0;
+  ChunkTokens tokens = {};
+  bool has = false;  // whether the warp holds a chunk
+
+  __device__ Chunks(u32* tickets, const i32* num_tokens, int chunk_tokens, int first_flow)
+      : tickets(tickets), num_tokens(num_tokens), chunk_tokens(chunk_tokens), first_flow(first_flow) {
+    for (int f = lane_idx(); f < kNumFlows; f += 32) end = max(end, num_chunks(num_tokens[f], chunk_tokens));
+    end = __reduce_max_sync(~0u, end) * kNumFlows;
+    take_ticket();
+    next();
   }
-}
+
+  // Whether another chunk waits for the slot of this one.
+  __device__ __forceinline__ bool needs_credit() const { return ::needs_credit(chunk, num_chunks(num_tokens[flow], chunk_tokens)); }
+
+  // Tokens of all chunks of all warps. All lanes call it.
+  __device__ __forceinline__ int all_tokens() const {
+    int sum = 0;
+    for (int f = lane_idx(); f < kNumFlows; f += 32) sum += num_tokens[f];
+    return __reduce_add_sync(~0u, sum);
+  }
+
+  __device__ __forceinline__ void next() {
+    do {
+      const int item = static_cast<int>(__shfl_sync(~0u, ticket, 0));
+      has = item < end;
+      if (!has) return;
+      take_ticket();
+      flow = (item + first_flow) % kNumFlows, chunk = item / kNumFlows;
+      tokens = tokens_of(chunk, num_tokens[flow], chunk_tokens);
+    } while (tokens.count <= 0);
+  }
+
+ private:
+  __device__ __forceinline__ void take_ticket() {
+    ticket = 0;
+    if (lane_idx() == 0) ticket = fetch_add_relaxed_gpu(tickets);
+  }
+};

@@ -196,7 +196,8 @@ __device__ inline void send(const Params& p, u32 epoch, const Shared& shared) {
 __device__ inline void write_positions(const Params& p, Shared& shared) {
   const i32* entry_rank = at<const i32>(p.handle, kHandleEntryRank);
   i32 *entry_pos = at<i32>(p.handle, kHandleEntryPos), *entry_flow_pos = at<i32>(p.handle, kHandleEntryFlowPos);
-  i32 *near_list = at<i32>(p.handle, kHandleNearList), *flow_list = at<i32>(p.handle, kHandleFlowList);
+  i32 *near_list = at<i32>(p.handle, kHandleNearList), *flow_list = at<i32>(p.handle, kHandleFlowList),
+      *sent_pos = at<i32>(p.handle, kHandleSentPos);
   const int warp = warp_idx(), lane = lane_idx();
   const Run run = run_of(p, blockIdx.x, gridDim.x);
   for (int first = run.begin; first < run.end; first += 32) {
@@ -216,7 +217,12 @@ __device__ inline void write_positions(const Params& p, Shared& shared) {
       if (!mine) continue;
       const bool is_rank = b < kNumRanks, is_near = is_rank && node_of(b) == node_of(p.rank);
       if (is_near) near_list[near_index(b) * kNumMaxTokens + position] = token;
-      if (!is_near && (kDirect || !is_rank)) flow_list[(kDirect ? flow_to(p, b) : b - kNumRanks) * kNumMaxTokens + position] = token;
+      const bool is_flow = kDirect ? !is_near : !is_rank;  // ranks come before flows, so the token's positions are known
+      const i64 in_flow = is_flow ? static_cast<i64>(kDirect ? flow_to(p, b) : b - kNumRanks) * kNumMaxTokens + position : 0;
+      if (is_flow) {
+        flow_list[in_flow] = token;
+        for (int i = 0; i < kFan; ++i) sent_pos[in_flow * kFan + i] = kDirect ? position : -1;
+      }
       bool is_first = true;
 #pragma unroll
       for (int k = 0; k < kNumTopk; ++k) {
@@ -224,10 +230,10 @@ __device__ inline void write_positions(const Params& p, Shared& shared) {
           pos[k] = position;
           if (kDirect && !is_near) flow_pos[k] = position;
         }
-        if (!is_rank && is_first && ranks[k] >= 0 && node_of(ranks[k]) != node_of(p.rank) && flow_to(p, ranks[k]) == b - kNumRanks) {
-          flow_pos[k] = position;
-          is_first = false;
-        }
+        if (is_rank || ranks[k] < 0 || node_of(ranks[k]) == node_of(p.rank) || flow_to(p, ranks[k]) != b - kNumRanks) continue;
+        sent_pos[in_flow * kFan + near_index(ranks[k])] = pos[k];
+        if (is_first) flow_pos[k] = position;
+        is_first = false;
       }
     }
 #pragma unroll

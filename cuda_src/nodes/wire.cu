@@ -10,7 +10,7 @@
 #include "common/wait.cuh"
 #include "common/work.cuh"
 
-constexpr int kWarps = kWireThreads / 32, kStages = 4, kFilling = 2;
+constexpr int kWarps = kWireThreads / 32, kStages = 4;
 constexpr u32 kPieceBytes = kWireStageBytes;
 constexpr u32 kHeadBytes = 64;  // that each message takes on the wire besides its bytes
 
@@ -26,33 +26,12 @@ __device__ __forceinline__ u64 latency_of(const Params& p, u32 number) {
   return p.latency_ns - p.latency_ns / 8 + static_cast<u64>(p.latency_ns) * mixed / 1024;
 }
 
-// One thread copies bytes with the copy engine. `turn` counts the pieces of its warp.
-__device__ inline void copy_in_bulk(u64 to, u64 from, u64 num_bytes, char* stages, u64* barriers, u32& turn) {
-  const u32 pieces = static_cast<u32>((num_bytes + kPieceBytes - 1) / kPieceBytes);
-  auto size = [&](u32 i) { return static_cast<u32>(i + 1 < pieces ? kPieceBytes : num_bytes - static_cast<u64>(i) * kPieceBytes); };
-  fence_bulk_copies();  // this thread has acquired the descriptor
-  for (u32 loaded = 0, stored = 0; stored < pieces; ++stored) {
-    for (; loaded < pieces && loaded < stored + kFilling; ++loaded) {
-      const u32 stage = (turn + loaded) % kStages;
-      barrier_expect(barriers + stage, size(loaded));
-      bulk_load(stages + stage * kPieceBytes, at<const void>(from, static_cast<u64>(loaded) * kPieceBytes), size(loaded), barriers + stage);
-    }
-    const u32 stage = (turn + stored) % kStages;
-    barrier_wait(barriers + stage, (turn + stored) / kStages % 2);
-    bulk_store(at<void>(to, static_cast<u64>(stored) * kPieceBytes), stages + stage * kPieceBytes, size(stored));
-    bulk_commit();
-    bulk_wait_read<kStages - kFilling>();
-  }
-  turn += pieces;
-  bulk_wait_written<0>();
-}
-
 // Called by a whole warp. After it returns, all bytes are written.
 __device__ inline void copy_bytes(u64 to, u64 from, u64 num_bytes, char* stages, u64* barriers, u32& turn) {
   if ((to | from | num_bytes) % sizeof(Vec16)) {
     for (u64 i = lane_idx(); i < num_bytes / sizeof(u32); i += 32) at<u32>(to, 0)[i] = ld_relaxed_sys(at<const u32>(from, 0) + i);
   } else if (kHasTma) {
-    if (lane_idx() == 0) copy_in_bulk(to, from, num_bytes, stages, barriers, turn);
+    if (lane_idx() == 0) bulk_copy<kPieceBytes, kStages>(to, from, num_bytes, stages, barriers, turn);
   } else {
     warp_copy(at<void>(to, 0), at<const void>(from, 0), num_bytes);
   }

@@ -20,11 +20,13 @@ MAX_CHUNK_TOKENS = 32
 EXPOSED_ROWS = 32
 """Rows of combine that one flag exposes to the other ranks of a node."""
 
-_FLOW_BYTES = 64 * 1024 * 1024  # of all slots of a rank, at both ends
-
 # A put over a NIC is one request, and occupies no warp. A put of a relay takes its thread some microseconds, whatever its size.
 _CHUNK_BYTES = {"nvshmem": 64 * 1024, "nixl": 256 * 1024, "mpi": 256 * 1024, "wire": 64 * 1024}
-_MOST_SLOTS = {"nvshmem": 512, "nixl": 64, "mpi": 64, "wire": 512}
+
+# Of all slots of a rank at one end. With few nodes each chunk of a call has a slot of its own, and none waits for a credit. Memory of GPUs
+# has room for that: the sums of combine arrive in the same place. A relay's memory is pinned memory of the host.
+_SLOT_BYTES = {"nvshmem": 192 << 20, "nixl": 32 << 20, "mpi": 32 << 20, "wire": 192 << 20}
+_MOST_SLOTS = {"nvshmem": 4096, "nixl": 64, "mpi": 64, "wire": 4096}
 
 
 def usual_chunk_tokens(row_bytes: int, transport: str) -> int:
@@ -104,7 +106,7 @@ class NodesLayout:
         num_tokens = usual_chunk_tokens(self.config.row_bytes, self.config.transport)
 
         def slots() -> int:
-            return _FLOW_BYTES // (2 * self.num_flows * self._widest_chunk(num_tokens))
+            return _SLOT_BYTES[self.config.transport] // (self.num_flows * self._widest_chunk(num_tokens))
 
         while num_tokens > 1 and slots() < 4:
             num_tokens //= 2
@@ -123,9 +125,13 @@ class NodesLayout:
 
     @cached_property
     def network(self) -> Map:
-        """Network memory: what crosses the network at its two ends. The parity of the epoch selects one of two counts and hellos."""
+        """Network memory: what crosses the network at its two ends. The parity of the epoch selects one of two counts and hellos.
+
+        Chunks of dispatch and sums of combine arrive in the same place: before a rank sends, all have ended the call before.
+        """
         flows, nodes, slots = self.num_flows, self.config.num_nodes, self.num_flows * self.num_slots
         counts, hello = self.flow_counts_stride, structs.Hello.size(self._sizes)
+        sums = self.num_max_node_sums * self.sum_stride(self.config.row_bytes, with_weights=True)
         return arrange(
             [
                 ("count_words", 2 * flows * 8),
@@ -136,10 +142,9 @@ class NodesLayout:
                 ("recv_counts", 2 * flows * counts),
                 ("send_hellos", 2 * hello),
                 ("recv_hellos", 2 * nodes * hello),
-                ("send_slots", slots * self.slot_bytes),
-                ("recv_slots", slots * self.slot_bytes),
                 ("sum_words", flows * self.config.num_max_tokens_per_rank * 8),  # [flow][chunk]: of the sums that have arrived
-                ("recv_sums", self.num_max_node_sums * self.sum_stride(self.config.row_bytes, with_weights=True)),
+                ("sent", slots * self.slot_bytes),
+                ("arrivals", max(slots * self.slot_bytes, sums)),
             ]
         )
 
@@ -220,7 +225,8 @@ class NodesLayout:
                 ),  # the index of the token in the flow, or -1 if an earlier choice has the same flow
                 ("near_list", config.node_size * tokens * 4),  # [rank of the node][position]: the token
                 ("flow_list", self.num_flows * tokens * 4),  # [flow][position]: the token
-                ("recv_pos", self.num_flows * tokens * self.fan * 4),  # [flow][position][rank of the fan], as ChunkHead::pos
+                ("sent_pos", self.num_flows * tokens * self.fan * 4),  # [flow][position][rank of the fan], as ChunkHead::pos
+                ("recv_pos", self.num_flows * tokens * self.fan * 4),  # the same of the flows that end here
                 ("num_choices", 4),  # choices of this rank's tokens
                 ("dispatched", 4),  # the serial, once a dispatch has written recv_pos
             ]

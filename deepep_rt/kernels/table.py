@@ -535,6 +535,7 @@ KERNELS: dict[str, Kernel] = {
 """,
             folder="nodes",
             threads="kNodesThreads",
+            shared="kLinkRatesSharedBytes",
             over_nodes=True,
             max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),

@@ -110,6 +110,7 @@ def _nodes_constants(config: Config, with_tma: bool) -> dict[str, int]:
             "kWireStageBytes": 4096,
             "kWireSharedBytes": 0,
             "kNodesThreads": 256,
+            "kLinkRatesSharedBytes": 0,
             "kNodesStageBytes": 0,
             "kDispatchNodesThreads": 256,
             "kCombineNodesThreads": 256,
@@ -128,16 +129,18 @@ def _nodes_constants(config: Config, with_tma: bool) -> dict[str, int]:
         "kWireStageBytes": 4096,
         "kWireSharedBytes": 8 * 4 * 4096,  # four stages of each warp
         "kNodesThreads": 512,
+        "kLinkRatesSharedBytes": 16 * 4 * 2048 + _LINE,  # four stages of each warp
         "kNodesStageBytes": pitch,
         "kDispatchNodesThreads": 32 * (dispatch[0] + 1),  # one of them raises signals
         "kCombineNodesThreads": 512,
         **_copies("DispatchNodes", *dispatch, pitch),
-        **_copies("CombineNodes", *shape(3, 4), pitch),
+        **_copies("CombineNodes", *shape(2, 6), pitch),
     }
 
 
 def _copies(name: str, warps: int, stages: int, pitch: int) -> dict[str, int]:
-    return {f"k{name}CopyWarps": warps, f"k{name}Stages": stages, f"k{name}SharedBytes": warps * stages * pitch}
+    room = _LINE if pitch else 0  # the stages begin with a line
+    return {f"k{name}CopyWarps": warps, f"k{name}Stages": stages, f"k{name}SharedBytes": warps * stages * pitch + room}
 
 
 def local_constants(arch: str, dtype: str | None = None) -> dict[str, int]:

@@ -111,7 +111,7 @@ def test_memory_of_several_nodes_grows_with_the_ranks_and_not_faster() -> None:
     """2048 ranks of 256 nodes fit a GPU. Twice as many ranks take at most twice the memory in each region."""
     sizes = dict(num_max_tokens_per_rank=4096, hidden=7168, num_topk=8, num_experts=8192, ranks_per_node=8)
     hints = {ranks: Buffer.size_hint(ranks, **sizes) for ranks in (512, 1024, 2048)}
-    assert hints[2048]["total"] < 4e9
+    assert hints[2048]["total"] < 4.2e9
     for few, many in ((512, 1024), (1024, 2048)):
         assert all(hints[many][region] <= 2 * hints[few][region] + ALIGNMENT for region in hints[few])
 

@@ -512,10 +512,8 @@ TWO_A_NODE = 4, TWO_BY_TWO
 MPI, NVLINK = dict(transport="mpi"), dict(transport="nvlink", weak_memory=True)
 CREDITS, CHUNKS = (rf"return has_tag\(p, kNetwork{name}[^;]*;" for name in ("Credits", "Arrived"))
 SUMS, EXPOSED = r"ok = await_sums\(p, epoch, flow, chunk\);", r"ok = await_row\(p, epoch, index, at_row\);"
-DRAIN, RELEASE = (
-    r"(?<=drain\(\) \{\n    while \(in_flight\(\)\) end_one\(\);\n)    bulk_wait_written<0>\(\);",
-    r"fence_release_sys\(\);  // each lane: w",
-)
+OWN, LINES = r"is_own\(first \+ lane\) \?", r"first_line\(memory\)"
+WRITTEN, RELEASE = r"bulk\.wait_group %0", r"fence_release_sys\(\);  // each lane: w"
 
 
 @pytest.mark.full
@@ -528,7 +526,10 @@ DRAIN, RELEASE = (
         pytest.param(ONE_A_NODE, MPI, "combine_nodes.cuh", SUMS, ";", id="sums"),
         pytest.param(ONE_A_NODE, NVLINK, "combine_nodes.cuh", SUMS, ";", id="far-sums"),
         pytest.param(TWO_A_NODE, MPI, "combine_nodes.cuh", EXPOSED, ";", id="exposed-rows"),
-        pytest.param(ONE_A_NODE, NVLINK, "copies.cuh", DRAIN, "", id="written-rows"),
+        pytest.param(TWO_A_NODE, MPI, "combine_nodes.cuh", OWN, "true ?", id="other-rows"),
+        pytest.param(ONE_A_NODE, MPI, "dispatch_nodes.cu", LINES, "memory", id="lines-of-dispatch"),
+        pytest.param(ONE_A_NODE, MPI, "combine_nodes.cu", LINES, "memory", id="lines-of-combine"),
+        pytest.param(ONE_A_NODE, NVLINK, "../common/bulk.cuh", WRITTEN, "bulk.wait_group.read %0", id="written-rows"),
         pytest.param(ONE_A_NODE, {**NVLINK, "arch": "sm_80"}, "copies.cuh", RELEASE, "// w", id="release"),
     ],
 )

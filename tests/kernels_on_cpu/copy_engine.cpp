@@ -31,6 +31,8 @@ Mbarrier& mbarrier_at(uint32_t address) { return *reinterpret_cast<Mbarrier*>(dy
 
 void check(const void* global, uint32_t shared, uint32_t num_bytes) {
   if ((reinterpret_cast<uint64_t>(global) | shared | num_bytes) % 16 != 0) fail("a bulk copy is not in pieces of 16 bytes");
+  const bool has_lines = (reinterpret_cast<uint64_t>(global) | num_bytes) % 128 == 0;
+  if (has_lines && shared % 128 != 0) fail("a bulk copy of whole lines has no lines in shared memory");
   if (num_bytes) touch(global), touch(static_cast<const char*>(global) + num_bytes - 1);
 }
 

@@ -11,7 +11,7 @@ from deepep_rt.kernels import source as sources
 from deepep_rt.kernels.table import Kernel
 
 _SETUP = ("setp", "selp", "mov.b32", ".reg")  # helpers around the main instruction of a piece of PTX
-_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\((\d+)\) )?(\w+) (\w+)\[\];")
 _STATIC = re.compile(r"__shared__ (\w+) (\w+)((?:\[[^\]]+\])*);")
 _ASM = re.compile(r"\basm\s*(?:volatile\s*)?\(")
 
@@ -33,7 +33,7 @@ def write_sources(kernel: Kernel, constants: Mapping[str, int], folder: Path, cu
 
 def translate(text: str, numbers: itertools.count) -> str:
     """Translate a source. `numbers` yields a number for each variable in shared memory."""
-    text = _DYNAMIC.sub(r"\1* \2 = reinterpret_cast<\1*>(cpu_gpu::dynamic_shared_memory());", text)
+    text = _DYNAMIC.sub(_dynamic, text)
     text = _STATIC.sub(lambda m: f"auto& {m[2]} = cpu_gpu::shared_variable<{m[1]}{m[3]}>({next(numbers)});", text)
     parts, at = [], 0
     while match := _ASM.search(text, at):
@@ -42,6 +42,12 @@ def translate(text: str, numbers: itertools.count) -> str:
         parts += [text[at : match.start()], call, "\n" * text.count("\n", match.start(), end)]
         at = end + 1
     return "".join([*parts, text[at:]])
+
+
+def _dynamic(match: re.Match) -> str:
+    """Translate the declaration of dynamic shared memory. It begins at no better address than the declaration asks for."""
+    start = 0 if match[1] is None else int(match[1]) % 128
+    return f"{match[2]}* {match[3]} = reinterpret_cast<{match[2]}*>(cpu_gpu::dynamic_shared_memory() + {start});"
 
 
 def _closing(text: str, opening: int) -> int:
