@@ -236,6 +236,42 @@ def near_of_results(results: Iterable[Mapping[str, Any]]) -> dict[str, Link]:
     return {link: fit_line(each) for link, each in points.items()}
 
 
+def far_of_result(result: Mapping[str, Any], near: Link) -> Link:
+    """Find the far link that a result of `NetworkOptions(transport="wire")` shows: a wire of a known rate between nodes of one rank.
+
+    Args:
+        result: A throughput result of `results.read`, with at least two numbers of tokens.
+        near: The near link. A call's latency has a near part and a far part.
+
+    Returns:
+        The bandwidth that rows reach, the far part of the latency of an empty call, and the wire's rate.
+
+    Raises:
+        EPConfigError: if the result is not of such a measurement.
+
+    Example:
+        >>> settings = {"hidden": 7168, "topk": 8, "experts": 256, "transport": "wire", "ranks_per_node": 1, "wire_bandwidth": 50}
+        >>> rows = [dict(work="combine_bf16", tokens=t, sms=24, us=u, gb_s=0.0, remote_gb_s=0.0) for t, u in ((512, 206), (4096, 1246))]
+        >>> round(far_of_result({"num_ranks": 2, "settings": settings, "rows": rows}, Link(386.0, 13.0)).us)
+        47
+    """
+    settings, sizes = result["settings"], Sizes.of(result)
+    points: dict[tuple[str, int], tuple[float, float]] = {}
+    if settings.get("transport") == "wire" and settings.get("ranks_per_node") == 1:
+        places = expected_traffic(sizes.num_ranks, 1, sizes.topk, sizes.experts).far_ranks
+        for row in throughput_rows(result):
+            if row.work == "combine_bf16" or row.work.endswith("_known"):
+                size = row.tokens * places * row_bytes(row.work, sizes.hidden)
+                points[row.work, row.tokens] = size, min(row.us, points.get((row.work, row.tokens), (size, math.inf))[1])
+    if len({tokens for _, tokens in points}) < 2:
+        raise EPConfigError(
+            "a result without two numbers of tokens over a wire between nodes of one rank; expected a result of `bench/throughput.py "
+            "--transport wire --ranks-per-node 1 --tokens 512,4096`. Pass such a file, or --nic-share and --nic-us."
+        )
+    line = fit_line(points.values())
+    return Link(line.gb_s, max(line.us - near.us, 0.0), float(settings["wire_bandwidth"]))
+
+
 def fit_line(points: Iterable[tuple[float, float]]) -> Link:
     """Fit latency and bandwidth to times of calls.
 

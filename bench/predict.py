@@ -57,6 +57,7 @@ class Asked(NamedTuple):
     topk: int = 8
     experts: int = 256
     groups: int = 4
+    far_from: Path | None = None
 
 
 def run(asked: Asked, files: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
@@ -145,15 +146,17 @@ def machine_of(asked: Asked, files: Sequence[Path]) -> model.Machine:
     given = {"gb_s": asked.near_gb_s, "us": asked.near_us}
     near = model.with_figures(measured.get("near", NEAR_H200), **given)
     near_low_latency = model.with_figures(measured.get("near_low_latency", NEAR_LOW_LATENCY_H200), **given)
-    line = asked.nic_gb_s or NIC_KINDS[asked.nic].gb_s
-    us = published.FITTED_US if asked.nic_us is None else asked.nic_us
-    far = model.Link(line * (asked.nic_share or FITTED_SHARE), us, line, asked.nic_message_us)
+    kind, wire = asked.nic, None
+    if asked.far_from is not None:
+        wire, kind = model.far_of_result(read(asked.far_from), near), str(Path(asked.far_from.parent.name) / asked.far_from.name)
+    line = asked.nic_gb_s or (wire.ideal_gb_s if wire else NIC_KINDS[asked.nic].gb_s)
+    share = asked.nic_share or (wire.gb_s / wire.ideal_gb_s if wire else FITTED_SHARE)
+    us = asked.nic_us if asked.nic_us is not None else wire.us if wire else published.FITTED_US
+    far = model.Link(line * share, us, line, asked.nic_message_us)
     source = ", ".join(str(Path(file.parent.name) / file.name) for file in files) or "8 H200s (docs/performance.md)"
     changed = " changed by options" if asked.near_gb_s or asked.near_us is not None else ""
     node_size = asked.node_size or (sizes.pop() if sizes else 8)
-    return model.Machine(
-        near, near_low_latency, far, node_size, f"near: {source}{changed}; far: {asked.nic}, {line:g} GB/s a rank"
-    )
+    return model.Machine(near, near_low_latency, far, node_size, f"near: {source}{changed}; far: {kind}, {line:g} GB/s a rank")
 
 
 def predict(asked: Asked, files: Sequence[Path] = ()) -> dict[str, Any]:
@@ -296,6 +299,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "topk": (int, "experts of a token"),
     "experts": (int, "experts over all ranks"),
     "groups": (int, "most nodes of a token in throughput calls; 0: no limit"),
+    "far_from": (Path, "far figures: a result of bench/throughput.py over --transport wire"),
 }
 """Type and help of each field of `Asked`."""
 

@@ -172,6 +172,50 @@ def test_results_of_other_machines_are_refused() -> None:
         predict(Asked(), [RESULTS / "h200x4_2026-11-22.json", NEAR_FILES[1]])
 
 
+WIRES = {gb_s: RESULTS / f"h200x2_2026-11-28_wire{gb_s}.json" for gb_s in (50, 100)}
+
+
+def over_wire(gb_s: int, nodes: int, node_size: int, tokens: int) -> dict[str, dict[str, Any]]:
+    """Predict the calls of a result over a wire, on the hierarchical path."""
+    asked = Asked(nodes=str(nodes), node_size=node_size, tokens=tokens, groups=0, far_from=WIRES[gb_s])
+    rows = predict(asked)["rows"]
+    return {row["call"]: row for row in rows if (row["mode"], row["path"]) == ("throughput", "hierarchical")}
+
+
+@pytest.mark.parametrize("gb_s", WIRES)
+def test_far_figures_come_from_a_wire(gb_s: int) -> None:
+    """The prediction returns the calls that it comes from, and never more than the wire carries."""
+    measured = {(row["work"], row["tokens"]): row["us"] for row in read(WIRES[gb_s])["rows"]}
+    for tokens in (512, 4096):
+        found = over_wire(gb_s, 2, 1, tokens)
+        assert found["dispatch"]["us"] == pytest.approx(measured["dispatch_fp8_known", tokens], rel=0.08)
+        assert found["combine"]["us"] == pytest.approx(measured["combine_bf16", tokens], rel=0.08)
+    assert all(row["far_bytes"] / row["us"] / 1e3 < gb_s for row in over_wire(gb_s, 32, 8, 4096).values())
+
+
+@pytest.mark.parametrize(("nodes", "size"), [(2, 1), (8, 1), (2, 4), (4, 2), (2, 8), (4, 8), (8, 8), (32, 8)])
+def test_the_page_has_the_part_of_the_wire(nodes: int, size: int) -> None:
+    cells = []
+    for gb_s in WIRES:
+        for tokens in (128, 512, 4096):
+            found = over_wire(gb_s, nodes, size, tokens)
+            parts = (found[call] for call in ("dispatch", "combine"))
+            cells.append(
+                " / ".join(
+                    f"{row['far_bytes'] / gb_s / 10 / row['us']:.0f}{'*' * (row['bottleneck'] == 'near')}" for row in parts
+                )
+            )
+    assert f"| {nodes}x{size} | {' | '.join(cells)} |" in PAGE
+
+
+def test_far_figures_need_a_wire_and_two_numbers_of_tokens() -> None:
+    result = read(WIRES[50])
+    few = {**result, "rows": [row for row in result["rows"] if row["tokens"] == 512]}
+    for other in (read(NEAR_FILES[0]), few):
+        with pytest.raises(EPConfigError, match="over a wire between nodes of one rank"):
+            model.far_of_result(other, program.NEAR_H200)
+
+
 def test_a_line_through_odd_points() -> None:
     line = model.fit_line([(1e6, 12.0), (2e6, 14.0), (4e6, 18.0)])
     assert (line.gb_s, line.us) == pytest.approx((500.0, 10.0))
