@@ -31,8 +31,6 @@ Mbarrier& mbarrier_at(uint32_t address) { return *reinterpret_cast<Mbarrier*>(dy
 
 void check(const void* global, uint32_t shared, uint32_t num_bytes) {
   if ((reinterpret_cast<uint64_t>(global) | shared | num_bytes) % 16 != 0) fail("a bulk copy is not in pieces of 16 bytes");
-  const bool has_lines = (reinterpret_cast<uint64_t>(global) | num_bytes) % 128 == 0;
-  if (has_lines && shared % 128 != 0) fail("a bulk copy of whole lines has no lines in shared memory");
   if (num_bytes) touch(global), touch(static_cast<const char*>(global) + num_bytes - 1);
 }
 
@@ -72,6 +70,8 @@ void bulk_store(void* to, uint32_t from, uint32_t num_bytes) {
   const bool at_once = random_below(2);  // before other lanes get to run
   if (!at_once) step(true);
   check(to, from, num_bytes);
+  const bool has_lines = (reinterpret_cast<uint64_t>(to) | num_bytes) % 128 == 0;
+  if (has_lines && from % 128 != 0) fail("a bulk store of whole lines has no lines in shared memory");
   check_proxies(from, num_bytes, false);
   if (groups_of[running].empty()) bulk_commit();
   const auto group = groups_of[running].back();
