@@ -140,7 +140,8 @@ def _broken_sizes(kernel: Kernel, entry: Entry, code: MachineCode) -> Iterator[s
 def _broken_accesses(promise: Promise, entry: Entry, code: MachineCode) -> Iterator[str]:
     constants = entry.info["constants"]
     loads = loads_at_once(promise, entry.arch, constants)
-    if promise.bulk_copies and has_tma(entry.arch):
+    has_bulk_copies = promise.bulk_copies or (promise.bulk_if_no_relay and not constants.get("kHasRelay"))
+    if has_bulk_copies and has_tma(entry.arch):
         if not (code.bulk_loads and code.bulk_stores):
             yield f"{code.bulk_loads} bulk loads and {code.bulk_stores} bulk stores; expected at least one of each"
     elif code.bulk_loads or code.bulk_stores:

@@ -24,6 +24,7 @@ class Promise:
     Attributes:
         bulk_copies: Whether the copy engine loads and stores rows, on GPUs that have one. On others `warp_copy` does. No other kernel has
             bulk copies.
+        bulk_if_no_relay: Whether it does so in Buffers without a relay. With one, all that it moves to other nodes goes through that.
         loads_at_once: The least number of 16-byte loads that a thread starts before it uses one. A thread that waits for each load reads a
             small part of what the memory can deliver. The function `loads_at_once` says for which sizes this holds.
         stores_rows: Whether it stores rows, and therefore has 16-byte stores, though it promises no loads.
@@ -32,6 +33,7 @@ class Promise:
     """
 
     bulk_copies: bool = False
+    bulk_if_no_relay: bool = False
     loads_at_once: int = 0
     stores_rows: bool = False
     narrow_accesses: bool = False
@@ -50,7 +52,7 @@ PROMISES: dict[str, Promise] = {
     "combine_nodes": Promise(bulk_copies=True, loads_at_once=8),
     "combine_nodes_fp8": Promise(loads_at_once=8),
     "combine_nodes_log10": Promise(loads_at_once=4),
-    "link_rates": Promise(),
+    "link_rates": Promise(bulk_if_no_relay=True),
     "wire": Promise(bulk_copies=True),
     "ll_dispatch": Promise(loads_at_once=2, narrow_accesses=True),
     "ll_dispatch_opaque": Promise(loads_at_once=2, narrow_accesses=True),
