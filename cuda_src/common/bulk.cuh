@@ -62,9 +62,8 @@ __device__ __forceinline__ void bulk_wait_written() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
-// One thread copies bytes through a ring of stages of kPieceBytes, and waits until they are written. Addresses and num_bytes are multiples
-// of
-// 16. `turn` counts the pieces that have gone through the ring.
+// One thread copies bytes through a ring of stages of kPieceBytes, and waits until they are written. Addresses and num_bytes divide by 16.
+// `turn` counts the pieces that have gone through the ring.
 template <u32 kPieceBytes, int kStages>
 __device__ inline void bulk_copy(u64 to, u64 from, u64 num_bytes, char* stages, u64* barriers, u32& turn) {
   constexpr u32 kFilling = kStages / 2;

@@ -98,7 +98,7 @@ __device__ __forceinline__ const float* weights_at(u64 array, i64 row) { return 
 struct ExposedRows {
   const Params& p;
   i64 begin = 0, end = 0;
-  int num_rows;  // that some flag exposes
+  int num_rows;
 
   __device__ explicit ExposedRows(const Params& p) : p(p) {
     if (kRanksPerNode > 1) {

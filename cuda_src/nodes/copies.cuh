@@ -283,8 +283,8 @@ __device__ __forceinline__ bool await_either(const Params& p, u32 epoch, u32 pha
 
 // The work of a copy warp: chunks to fill and to empty, and rows of this node (`near`), until all have moved or a wait times out. Each of
 // the three has:
-//   num_rows      of this rank, or -1 if there are no such rows
-//   take(rows)    all lanes: set a group of rows, and go on to the next one
+//   num_rows        of all warps
+//   take(rows)      all lanes: set a group of rows, and go on to the next one
 // Chunks also have:
 //   has, flow       whether this warp holds one, and its flow
 //   is_ready(seen)  one lane: whether it has a credit, or has arrived; `seen`: the epoch of the word that says so
