@@ -6,9 +6,9 @@ flow to each other node, and the fan is that node. On the direct path it has a f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..config import MAX_ROUTE_BLOCKS, Config
 from . import structs
@@ -46,6 +46,11 @@ class Chunk:
     num_bytes: int
 
 
+@functools.lru_cache
+def _exposed(num_rows: int, num_topk: int, row_bytes: int) -> Map:
+    return arrange([("exposed_weights", num_rows * num_topk * 4), ("exposed", num_rows * row_bytes)])
+
+
 class NodesLayout:
     """Sizes and maps of the throughput calls of a Buffer with several nodes. `sizes` has the constants of its structures so far."""
 
@@ -66,11 +71,18 @@ class NodesLayout:
             "kExposedRows": EXPOSED_ROWS,
         }
         self._sizes = {**sizes, **self.constants}
+        self._chunks: dict[tuple[int, int, int, bool], Chunk] = {}
 
     # --- chunks and slots --------------------------------------------------------------------------------------------------------
 
     def chunk(self, row_bytes: int, scale_bytes: int, idx_bytes: int, with_weights: bool) -> Chunk:
         """Return the form of the chunks of a call: as many tokens as fit a slot, a power of two up to 32."""
+        sizes = row_bytes, scale_bytes, idx_bytes, with_weights
+        if (known := self._chunks.get(sizes)) is None:  # it takes as long as half a call
+            known = self._chunks[sizes] = self._form(*sizes)
+        return known
+
+    def _form(self, row_bytes: int, scale_bytes: int, idx_bytes: int, with_weights: bool) -> Chunk:
         num_tokens = MAX_CHUNK_TOKENS
         while (
             num_tokens > 1
@@ -100,7 +112,7 @@ class NodesLayout:
         fp8 = self._chunk(most_fp8, config.hidden, config.scale_bytes, 8, with_weights=True)
         return max(widest.num_bytes, fp8.num_bytes)
 
-    @cached_property
+    @functools.cached_property
     def _slots(self) -> tuple[int, int]:
         """Slots of a flow at each end, and bytes of a slot."""
         num_tokens = usual_chunk_tokens(self.config.row_bytes, self.config.transport)
@@ -123,7 +135,7 @@ class NodesLayout:
 
     # --- maps --------------------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @functools.cached_property
     def network(self) -> Map:
         """Network memory: what crosses the network at its two ends. The parity of the epoch selects one of two counts and hellos.
 
@@ -148,7 +160,7 @@ class NodesLayout:
             ]
         )
 
-    @cached_property
+    @functools.cached_property
     def num_ring_entries(self) -> int:
         """Descriptors of a relay's ring: one for each put that may be without an answer.
 
@@ -157,15 +169,15 @@ class NodesLayout:
         most = self.num_flows * (2 * self.num_slots + 4) + 4 * self.config.num_nodes
         return 1 << (most - 1).bit_length()
 
-    @cached_property
+    @functools.cached_property
     def flow_counts_stride(self) -> int:
         return align_up(structs.FlowCounts.size(self._sizes), 128)
 
-    @cached_property
+    @functools.cached_property
     def source_counts_stride(self) -> int:
         return align_up(structs.SourceCounts.size(self._sizes), 128)
 
-    @cached_property
+    @functools.cached_property
     def control(self) -> Map:
         """Flags and inboxes that the ranks of this node write. The parity of the epoch selects one of two ring slots."""
         node = self.config.node_size
@@ -198,7 +210,7 @@ class NodesLayout:
             ),  # address of offset 0 of each rank's network memory, if this GPU reaches it
         ]
 
-    @cached_property
+    @functools.cached_property
     def handle(self) -> Map:
         """The tables that a dispatch leaves for combine, and for later calls with the same routing. All grow with the ranks, not faster."""
         config = self.config
@@ -234,7 +246,7 @@ class NodesLayout:
 
     # --- results -----------------------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @functools.cached_property
     def num_max_node_sums(self) -> int:
         """The most rows that a rank receives from other nodes in combine."""
         return self.config.num_max_tokens_per_rank * min(self.num_flows, self.config.num_topk)
@@ -252,7 +264,7 @@ class NodesLayout:
 
     def exposed(self, num_rows: int, row_bytes: int) -> Map:
         """Memory for rows that this rank exposes to its node."""
-        return arrange([("exposed_weights", num_rows * self.config.num_topk * 4), ("exposed", num_rows * row_bytes)])
+        return _exposed(num_rows, self.config.num_topk, row_bytes)
 
     @property
     def region_constants(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from fake_gpu import Array, FakeGpu, arguments, fake, like, make, routed
 from deepep_rt import EPOutOfMemoryError, EPTimeoutError, NetworkOptions
 from deepep_rt.backends.cuda import network_memory, runtime
 from deepep_rt.cuda import driver
+from deepep_rt.kernels import nodes_layout
 
 __all__ = ["fake", "make"]
 
@@ -52,6 +53,22 @@ def test_a_chunk_fits_its_slot(fake: FakeGpu, make: Any) -> None:
             assert dispatch.chunk_rows + dispatch.chunk_tokens * dispatch.row_bytes <= nodes.slot_bytes
             assert dispatch.chunk_scales + dispatch.chunk_tokens * dispatch.scale_bytes <= dispatch.chunk_rows
             assert dispatch.chunk_rows % 128 == 0
+
+
+def test_calls_do_not_arrange_memory_anew(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of a chunk takes the host as long as half a call. Calls with known sizes have it."""
+    with make(**RELAY) as buffer:
+        calls = ThroughputCalls(fake, buffer)
+        sent = calls.route()
+
+        def both() -> None:
+            buffer.dispatch(arguments(fake)[0], handle=sent.handle)
+            buffer.combine(sent.recv_x, sent.handle)
+
+        both()
+        with monkeypatch.context() as patch:
+            patch.setattr(nodes_layout, "arrange", None)
+            both()
 
 
 def test_calls_wake_the_relay(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
