@@ -28,12 +28,13 @@ __device__ __forceinline__ u64 latency_of(const Params& p, u32 number) {
 
 // Called by a whole warp. After it returns, all bytes are written.
 __device__ inline void copy_bytes(u64 to, u64 from, u64 num_bytes, char* stages, u64* barriers, u32& turn) {
-  if ((to | from | num_bytes) % sizeof(Vec16)) {
-    for (u64 i = lane_idx(); i < num_bytes / sizeof(u32); i += 32) at<u32>(to, 0)[i] = ld_relaxed_sys(at<const u32>(from, 0) + i);
-  } else if (kHasTma) {
-    if (lane_idx() == 0) bulk_copy<kPieceBytes, kStages>(to, from, num_bytes, stages, barriers, turn);
-  } else {
-    warp_copy(at<void>(to, 0), at<const void>(from, 0), num_bytes);
+  const u64 in_vecs = (to | from) % sizeof(Vec16) ? 0 : num_bytes / sizeof(Vec16) * sizeof(Vec16);
+  for (u64 i = in_vecs / sizeof(u32) + lane_idx(); i < num_bytes / sizeof(u32); i += 32)
+    at<u32>(to, 0)[i] = ld_relaxed_sys(at<const u32>(from, 0) + i);
+  if (!kHasTma) {
+    warp_copy(at<void>(to, 0), at<const void>(from, 0), in_vecs);
+  } else if (lane_idx() == 0) {
+    bulk_copy<kPieceBytes, kStages>(to, from, in_vecs, stages, barriers, turn);
   }
   __syncwarp();
 }

@@ -23,6 +23,7 @@ from tests.kernels_on_cpu.rounds import (
     expert_rounds,
     fails,
     low_latency_rounds,
+    opaque_rounds,
     run_rounds,
     seeds,
     throughput_rounds,
@@ -81,6 +82,7 @@ def test_wire(seed, arch, path, monkeypatch):
             throughput_rounds(machine, buffers, 10 * seed + count, 2)
             if arch != "sm_80":  # its low-latency rows are other ones
                 low_latency_rounds(machine, buffers, 10 * seed + count, 2)
+                opaque_rounds(machine, buffers, 10 * seed + count, 2)  # messages of an odd number of words
 
 
 def test_a_silent_rank_of_a_wire(monkeypatch):
