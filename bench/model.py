@@ -221,11 +221,7 @@ def near_of_results(results: Iterable[Mapping[str, Any]]) -> dict[str, Link]:
                 "host. Pass another result, or --near-gb-s and --near-us."
             )
         places = expected_traffic(1, sizes.num_ranks, sizes.topk, sizes.experts).ranks
-        best: dict[tuple[str, str, int], float] = {}
-        for row in throughput_rows(result):
-            if row.work == "combine_bf16" or row.work.endswith("_known"):
-                key = ("near", row.work, row.tokens)
-                best[key] = min(row.us, best.get(key, math.inf))
+        best = {("near", *call): us for call, us in _best_us(result).items()}
         for few in low_latency_rows(result):
             kind = "bf16" if result["settings"].get("bf16") else "fp8"
             for work, us in ((f"dispatch_{kind}", few.graph_dispatch_us), ("combine_bf16", few.graph_combine_us)):
@@ -234,6 +230,15 @@ def near_of_results(results: Iterable[Mapping[str, Any]]) -> dict[str, Link]:
         for (link, work, tokens), us in best.items():
             points.setdefault(link, []).append((tokens * places * row_bytes(work, sizes.hidden), us))
     return {link: fit_line(each) for link, each in points.items()}
+
+
+def _best_us(result: Mapping[str, Any]) -> dict[tuple[str, int], float]:
+    """Find the microseconds of throughput calls with known routing, by work and tokens, at their best number of SMs."""
+    best: dict[tuple[str, int], float] = {}
+    for row in throughput_rows(result):
+        if row.work == "combine_bf16" or row.work.endswith("_known"):
+            best[row.work, row.tokens] = min(row.us, best.get((row.work, row.tokens), math.inf))
+    return best
 
 
 def far_of_result(result: Mapping[str, Any], near: Link) -> Link:
@@ -253,22 +258,17 @@ def far_of_result(result: Mapping[str, Any], near: Link) -> Link:
         >>> settings = {"hidden": 7168, "topk": 8, "experts": 256, "transport": "wire", "ranks_per_node": 1, "wire_bandwidth": 50}
         >>> rows = [dict(work="combine_bf16", tokens=t, sms=24, us=u, gb_s=0.0, remote_gb_s=0.0) for t, u in ((512, 206), (4096, 1246))]
         >>> round(far_of_result({"num_ranks": 2, "settings": settings, "rows": rows}, Link(386.0, 13.0)).us)
-        47
+        44
     """
-    settings, sizes = result["settings"], Sizes.of(result)
-    points: dict[tuple[str, int], tuple[float, float]] = {}
-    if settings.get("transport") == "wire" and settings.get("ranks_per_node") == 1:
-        places = expected_traffic(sizes.num_ranks, 1, sizes.topk, sizes.experts).far_ranks
-        for row in throughput_rows(result):
-            if row.work == "combine_bf16" or row.work.endswith("_known"):
-                size = row.tokens * places * row_bytes(row.work, sizes.hidden)
-                points[row.work, row.tokens] = size, min(row.us, points.get((row.work, row.tokens), (size, math.inf))[1])
-    if len({tokens for _, tokens in points}) < 2:
+    settings, sizes, best = result["settings"], Sizes.of(result), _best_us(result)
+    is_wire = settings.get("transport") == "wire" and settings.get("ranks_per_node") == 1
+    if not is_wire or len({tokens for _, tokens in best}) < 2:
         raise EPConfigError(
             "a result without two numbers of tokens over a wire between nodes of one rank; expected a result of `bench/throughput.py "
             "--transport wire --ranks-per-node 1 --tokens 512,4096`. Pass such a file, or --nic-share and --nic-us."
         )
-    line = fit_line(points.values())
+    places = expected_traffic(sizes.num_ranks, 1, sizes.topk, sizes.experts).far_ranks
+    line = fit_line((tokens * places * row_bytes(work, sizes.hidden), us) for (work, tokens), us in best.items())
     return Link(line.gb_s, max(line.us - near.us, 0.0), float(settings["wire_bandwidth"]))
 
 

@@ -146,17 +146,21 @@ def machine_of(asked: Asked, files: Sequence[Path]) -> model.Machine:
     given = {"gb_s": asked.near_gb_s, "us": asked.near_us}
     near = model.with_figures(measured.get("near", NEAR_H200), **given)
     near_low_latency = model.with_figures(measured.get("near_low_latency", NEAR_LOW_LATENCY_H200), **given)
-    kind, wire = asked.nic, None
-    if asked.far_from is not None:
-        wire, kind = model.far_of_result(read(asked.far_from), near), str(Path(asked.far_from.parent.name) / asked.far_from.name)
-    line = asked.nic_gb_s or (wire.ideal_gb_s if wire else NIC_KINDS[asked.nic].gb_s)
-    share = asked.nic_share or (wire.gb_s / wire.ideal_gb_s if wire else FITTED_SHARE)
-    us = asked.nic_us if asked.nic_us is not None else wire.us if wire else published.FITTED_US
-    far = model.Link(line * share, us, line, asked.nic_message_us)
-    source = ", ".join(str(Path(file.parent.name) / file.name) for file in files) or "8 H200s (docs/performance.md)"
+    if asked.far_from is None:
+        kind, rate = asked.nic, NIC_KINDS[asked.nic].gb_s
+        far = model.Link(rate * FITTED_SHARE, published.FITTED_US, rate)
+    else:
+        kind, far = _short(asked.far_from), model.far_of_result(read(asked.far_from), near)
+    line, us = asked.nic_gb_s or far.ideal_gb_s, far.us if asked.nic_us is None else asked.nic_us
+    far = model.Link(line * (asked.nic_share or far.gb_s / far.ideal_gb_s), us, line, asked.nic_message_us)
+    source = ", ".join(map(_short, files)) or "8 H200s (docs/performance.md)"
     changed = " changed by options" if asked.near_gb_s or asked.near_us is not None else ""
     node_size = asked.node_size or (sizes.pop() if sizes else 8)
     return model.Machine(near, near_low_latency, far, node_size, f"near: {source}{changed}; far: {kind}, {line:g} GB/s a rank")
+
+
+def _short(file: Path) -> str:
+    return str(Path(file.parent.name) / file.name)
 
 
 def predict(asked: Asked, files: Sequence[Path] = ()) -> dict[str, Any]:

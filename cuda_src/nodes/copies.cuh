@@ -295,6 +295,7 @@ __device__ __forceinline__ bool await_either(const Params& p, u32 epoch, u32 pha
 template <bool kMixed, class Group, class Copies, class Filled, class Emptied, class Near>
 __device__ __forceinline__ void move_rows(const Params& p, u32 epoch, u32 phase, Copies& copies, Filled filled, Emptied emptied,
                                           Near near) {
+  // Without chunks it is infinite or no number. Then no comparison with it holds, and rows of this node move because no chunk is ready.
   const float near_rows_per_row = kMixed ? static_cast<float>(near.num_rows) / static_cast<float>(filled.num_rows + emptied.num_rows) : 0;
   Group rows;
   int moved = 0, of_chunks = 0, of_near = 0;

@@ -328,8 +328,7 @@ struct EmptiedChunks : Chunks {
     write_small(p, routes, tokens, from);
     rows.count = num_tokens;
     rows.from = slot + p.chunk_rows + static_cast<u64>(lane) * p.row_bytes;
-    const bool is_awaited = needs_credit();
-    rows.when_read = is_awaited ? signal_of(kCreditSignal, flow, chunk) : kNoSignal;
+    rows.when_read = needs_credit() ? signal_of(kCreditSignal, flow, chunk) : kNoSignal;
     rows.when_written = kNoSignal;
     next();
   }

@@ -17,7 +17,7 @@ constexpr int kNearBytes = 0, kFarBytes = 1, kNearWords = 2, kFarWords = 3;
 constexpr int kWarps = kNodesThreads / 32;
 constexpr int kCopyBytes = 16 * 1024;  // that a warp claims at once
 constexpr int kStages = 4;
-constexpr u32 kPieceBytes = 2048;
+constexpr u32 kPieceBytes = kLinkRatesStageBytes;
 
 __device__ inline void write_near(const Params& p) {
   const int pieces = (p.num_bytes + kCopyBytes - 1) / kCopyBytes, others = kRanksPerNode > 1 ? kRanksPerNode - 1 : 1;

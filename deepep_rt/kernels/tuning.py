@@ -110,6 +110,7 @@ def _nodes_constants(config: Config, with_tma: bool) -> dict[str, int]:
             "kWireStageBytes": 4096,
             "kWireSharedBytes": 0,
             "kNodesThreads": 256,
+            "kLinkRatesStageBytes": 2048,
             "kLinkRatesSharedBytes": 0,
             "kNodesStageBytes": 0,
             "kDispatchNodesThreads": 256,
@@ -129,6 +130,7 @@ def _nodes_constants(config: Config, with_tma: bool) -> dict[str, int]:
         "kWireStageBytes": 4096,
         "kWireSharedBytes": 8 * 4 * 4096,  # four stages of each warp
         "kNodesThreads": 512,
+        "kLinkRatesStageBytes": 2048,
         "kLinkRatesSharedBytes": 16 * 4 * 2048 + _LINE,  # four stages of each warp
         "kNodesStageBytes": pitch,
         "kDispatchNodesThreads": 32 * (dispatch[0] + 1),  # one of them raises signals

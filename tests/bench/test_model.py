@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 import json
 import math
 import re
@@ -214,6 +215,10 @@ def test_far_figures_need_a_wire_and_two_numbers_of_tokens() -> None:
     for other in (read(NEAR_FILES[0]), few):
         with pytest.raises(EPConfigError, match="over a wire between nodes of one rank"):
             model.far_of_result(other, program.NEAR_H200)
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(model).failed == 0
 
 
 def test_a_line_through_odd_points() -> None:
