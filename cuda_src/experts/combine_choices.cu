@@ -24,8 +24,8 @@
 //
 // Bytes: a row crosses the link for each choice. The source reads each staged row once and writes each token once.
 #include "common/bulk.cuh"
-#include "common/number.cuh"
 #include "common/work.cuh"
+#include "experts/choice_sums.cuh"
 #include "throughput/recv_window.cuh"
 
 struct Routes : Members {
@@ -149,58 +149,12 @@ __device__ inline void copy_rows(const Params& p, const Routes& routes, u32 epoc
   }
 }
 
-// Adds up the staged rows of a token whose choices have a bit in `choices`. Lane k holds the weight of choice k.
-__device__ inline void reduce_token(const Params& p, u64 rows, u32 choices, float weight, int token) {
-  constexpr int kRowVecs = kRowBytes / 16, kVecs = 2, kRows = 4;
-  const u64 offset = static_cast<u64>(token) * kRowBytes;
-  for (int begin = 0; begin < kRowVecs; begin += 32 * kVecs) {  // the same for all lanes, because they shuffle
-    const int first = begin + lane_idx();
-    float sum[kVecs][kPerVec<kElement>] = {};
-    for (u32 rest = choices; rest;) {
-      Vec16 held[kRows][kVecs];
-      float factors[kRows];
-      bool has[kRows];
-      const Vec16* from[kRows];
-      u32 left = rest;
-      // Find all rows before the loads start. With shuffles between the loads, the compiler for sm_90 waited for every second load.
-#pragma unroll
-      for (int j = 0; j < kRows; ++j, left &= left - 1) {
-        has[j] = left != 0;
-        const int choice = left ? __ffs(left) - 1 : 0;
-        factors[j] = __shfl_sync(~0u, weight, choice);
-        from[j] = at<const Vec16>(rows, static_cast<u64>(choice) * kRowBytes) + first;
-      }
-#pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-          if (has[j] && first + i * 32 < kRowVecs) held[j][i] = ld_streaming(from[j] + i * 32);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kRows; ++j, rest &= rest - 1) {
-        if (rest == 0) break;
-#pragma unroll
-        for (int i = 0; i < kVecs; ++i) {
-          if (first + i * 32 >= kRowVecs) break;
-          if (p.is_weighted) {
-            add_scaled_to<kElement>(sum[i], held[j][i], factors[j]);
-          } else {
-            add_to<kElement>(sum[i], held[j][i]);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      const int v = first + i * 32;
-      if (v >= kRowVecs) break;
-      if (p.bias_0) add_to<kElement>(sum[i], ld_streaming(at<const Vec16>(p.bias_0, offset) + v));
-      if (p.bias_1) add_to<kElement>(sum[i], ld_streaming(at<const Vec16>(p.bias_1, offset) + v));
-      st_vec(at<Vec16>(p.out, offset) + v, rounded<kElement>(sum[i]));
-    }
-  }
-}
+// The row of a choice: a token's staged rows lie in the order of its choices.
+struct StagedRows {
+  u64 rows;
+
+  __device__ __forceinline__ u64 operator()(int choice) const { return rows + static_cast<u64>(choice) * kRowBytes; }
+};
 
 __device__ inline void reduce_tokens(const Params& p, u32 epoch) {
   const int lane = lane_idx();
@@ -226,13 +180,8 @@ __device__ inline void reduce_tokens(const Params& p, u32 epoch) {
       weight = ld_relaxed_sys(at<const float>(base, p.recv_topk_weights_offset) + static_cast<i64>(i) * kNumTopk + lane);
     if (p.topk_weights && !p.is_weighted && lane < kNumTopk)
       at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;
-    reduce_token(p, base + p.recv_x_offset + static_cast<u64>(i) * kNumTopk * kRowBytes, choices, weight, token);
+    reduce_choices(p, StagedRows{base + p.recv_x_offset + static_cast<u64>(i) * kNumTopk * kRowBytes}, choices, weight, token);
   }
-}
-
-__device__ inline void poison_sums(const Params& p, u64 thread, u64 num_threads) {
-  poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, thread, num_threads);
-  if (p.out_topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), thread, num_threads);
 }
 
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices(const __grid_constant__ Params p) {

@@ -1,7 +1,6 @@
 // sum_expert_rows: adds up this rank's rows of each token, which lie expert by expert, in float32 and in the order of the token's choices.
 //
-// A block takes a token at a time. Rows are multiplied by their weights, or the weights return to the places of their choices. If the host
-// selects a choice, the sum of a token is the row of that choice, or zero. All weights return nevertheless.
+// A block takes a token at a time. Rows are multiplied by their weights, or the weights return to the places of their choices.
 //
 // Bytes: each row is read once, and one row is written for each token.
 #include "common/number.cuh"
@@ -14,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(kLocalThreads) sum_expert_rows(cons
   const bool is_weighted = p.weights && !p.out_weights;
   for (i64 token = blockIdx.x; token < num_tokens; token += gridDim.x) {
     const i32 mine = lane < p.num_topk ? at<const i32>(p.positions, 0)[token * p.num_topk + lane] : -1;
-    const u32 choices = __ballot_sync(~0u, mine >= 0 && (p.choice < 0 || lane == p.choice));
+    const u32 choices = __ballot_sync(~0u, mine >= 0);
     const float weight = p.weights && mine >= 0 ? weights[mine] : 0.f;
     if (p.out_weights && warp_idx() == 0 && lane < p.num_topk) at<float>(p.out_weights, 0)[token * p.num_topk + lane] = weight;
     for (int begin = 0; begin < num_vecs; begin += kInFlight * kLocalThreads) {  // the same for all lanes, because they shuffle

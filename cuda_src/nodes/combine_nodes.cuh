@@ -24,9 +24,6 @@
 // chunks. Fillers also wait for exposed rows. A warp exposes all its rows before it fills, and waits for nothing meanwhile. Reduce warps
 // wait for exposed rows and sums, and nothing waits for them.
 //
-// With reduce="topk", a call takes a launch for each choice (backends/cuda/expert_rows.py). If the ranks differ in the first launch,
-// the later ones do nothing: another rank may have made a call with one launch.
-//
 // Reuse of memory: the ranks of a node read the exposed rows of call k, and then say hello in call k + 1. This rank exposes rows of call
 // k + 1 after it has heard all of them. For the same reason, other nodes may then write sums of call k + 1 here, where
 // sums or chunks of call k lay. Words and flags need no reset: they hold the epoch.
@@ -201,16 +198,6 @@ __device__ inline void reduce_tokens(const Params& p, const Routes& routes, u32 
 // Called by one thread.
 __device__ inline void count_rows(const Params& p, bool failed) {
   if constexpr (kHasStatistics) {
-    if (p.choice > 0) return;  // the launch for choice 0 counts for all
-    if (p.choice == 0) {       // each choice has a row
-      const i32 *offsets = at<const i32>(p.expert_offsets, 0), *ends = at<const i32>(p.expert_ends, 0);
-      i64 num_sent = 0;
-      for (int e = 0; e < kNumLocalExperts && !failed; ++e) num_sent += max(ends[e] - offsets[e], 0);
-      count_received(p, failed ? 0 : *at<const i32>(p.handle, kHandleNumChoices), kRowBytes);
-      count_sent(p, num_sent, kRowBytes);
-      count_call(p);
-      return;
-    }
     const i64 arrived = *at<const i32>(p.handle, kHandleNumRecv);
     for (int r = 0; r < kNumRanks && !failed; ++r) count_received(p, at<const i32>(p.handle, kHandleNumSent)[r], kRowBytes);
     count_sent(p, failed ? 0 : min(arrived, p.capacity), kRowBytes);
@@ -238,7 +225,6 @@ __device__ inline void poison_results(const Params& p, u64 thread, u64 num_threa
 template <class Form, int kCopyWarps, class Copy>
 __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& routes, Parts* parts, Copy copy) {
   State* state = at<State>(p.state, 0);
-  if (p.choice > 0 && state->nodes_differs) return;
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->nodes_epoch + 1;
   const u32 serial = *at<const u32>(p.handle, kHandleSerial);

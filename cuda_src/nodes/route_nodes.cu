@@ -302,11 +302,7 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   }
   if (warp_idx() == 0) {
     const int num_recv = write_first_rows(p, epoch);
-    int num_choices = 0;
-    for (int e = lane_idx(); e < kNumExperts; e += 32) num_choices += shared.choices[e];
-    num_choices = __reduce_add_sync(~0u, num_choices);
     if (lane_idx() == 0) {
-      *at<i32>(p.handle, kHandleNumChoices) = num_choices;
       *at<i32>(p.handle, kHandleNumRecv) = num_recv;
       *at<u32>(p.handle, kHandleSerial) = epoch;
       if (p.to_host) st_relaxed_sys(&mailbox->num_recv, num_recv);

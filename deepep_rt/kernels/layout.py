@@ -49,7 +49,7 @@ class Layout:
         """Bytes of the region where rows land that have no memory of their own."""
         config = self.config
         some_choices = self.choice_staging(min(config.num_max_tokens_per_rank, _MIN_CHOICE_WINDOW)).num_bytes
-        return max(self.max_result_bytes, self.staging(config.row_bytes).num_bytes, 0 if self.nodes else some_choices)
+        return max(self.max_result_bytes, self.staging(config.row_bytes).num_bytes, some_choices)
 
     @property
     def network_start(self) -> int:
@@ -297,10 +297,8 @@ class Layout:
     def choice_staging(self, window_tokens: int) -> Map:
         """Memory at a token's rank for the rows of each choice of some tokens; see the kernel combine_choices."""
         config = self.config
-        rows = window_tokens * config.num_topk
-        return arrange(
-            [("masks", window_tokens * config.num_ranks * 4), ("topk_weights", rows * 4), ("x", rows * config.row_bytes)]
-        )
+        rows, mask_bytes = window_tokens * config.num_topk, 0 if self.nodes else config.num_ranks * 4
+        return arrange([("masks", window_tokens * mask_bytes), ("topk_weights", rows * 4), ("x", rows * config.row_bytes)])
 
     @cached_property
     def choice_window(self) -> int:

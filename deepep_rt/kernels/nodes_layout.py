@@ -137,7 +137,7 @@ class NodesLayout:
 
     @functools.cached_property
     def network(self) -> Map:
-        """Network memory: what crosses the network at its two ends. The parity of the epoch selects one of two counts and hellos.
+        """Network memory: what crosses the network at its two ends. The parity of the epoch selects one of two numbers and hellos.
 
         Chunks of dispatch and sums of combine arrive in the same place: before a rank sends, all have ended the call before.
         """
@@ -150,6 +150,7 @@ class NodesLayout:
                 ("hello_words", 2 * nodes * 8),
                 ("arrived", slots * 8),  # the chunk in each slot
                 ("credits", slots * 8),  # the chunk that the receiver has taken out of each slot
+                ("choice_counts", 2 * flows * 8),  # rows of choices that come through each flow
                 ("send_counts", 2 * flows * counts),
                 ("recv_counts", 2 * flows * counts),
                 ("send_hellos", 2 * hello),
@@ -187,6 +188,7 @@ class NodesLayout:
                 ("node_windows", 2 * node * structs.NodeWindow.size(self._sizes)),
                 ("node_flags", node * 4),
                 ("exposed_flags", node * self.num_exposed_chunks * 4),
+                ("choice_marks", self.config.num_max_tokens_per_rank * self.config.num_topk * 8),  # of staged rows of choices
             ]
         )
 
@@ -239,7 +241,6 @@ class NodesLayout:
                 ("flow_list", self.num_flows * tokens * 4),  # [flow][position]: the token
                 ("sent_pos", self.num_flows * tokens * self.fan * 4),  # [flow][position][rank of the fan], as ChunkHead::pos
                 ("recv_pos", self.num_flows * tokens * self.fan * 4),  # the same of the flows that end here
-                ("num_choices", 4),  # choices of this rank's tokens
                 ("dispatched", 4),  # the serial, once a dispatch has written recv_pos
             ]
         )

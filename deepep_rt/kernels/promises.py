@@ -49,6 +49,7 @@ PROMISES: dict[str, Promise] = {
     "combine_choices": Promise(bulk_copies=True, loads_at_once=8),
     "route_nodes": Promise(),
     "dispatch_nodes": Promise(bulk_copies=True),
+    "combine_choices_nodes": Promise(bulk_copies=True, loads_at_once=8),
     "combine_nodes": Promise(bulk_copies=True, loads_at_once=8),
     "combine_nodes_fp8": Promise(loads_at_once=8),
     "combine_nodes_log10": Promise(loads_at_once=4),
@@ -69,7 +70,7 @@ PROMISES: dict[str, Promise] = {
     "expert_positions": Promise(),
     "expand_rows": Promise(loads_at_once=4),
     "sum_expert_rows": Promise(loads_at_once=4),
-    "add_choice": Promise(loads_at_once=2),
+    "list_choices": Promise(),
     "dispatch_layout": Promise(narrow_accesses=True),
 }
 """The promise of each kernel of `kernels.table`."""

@@ -113,12 +113,12 @@ State = CStruct(
     u32 combine_blocks;
     u32 combine_items;
     u32 combine_tokens;
-    u32 combine_copied;    // items that copy warps of combine_choices have finished
+    u32 combine_copied;    // items that copy warps of a combine of choices have finished
     u32 combine_differs;   // 1: the ranks made different calls, as the first launch of a call of combine_choices saw
     u32 copy_bandwidth_blocks;
     u32 copy_bandwidth_items;
     u32 abort;             // set by the first wait that times out; all later waits end at once
-    u32 nodes_epoch;       // calls of dispatch_nodes and combine_nodes that have finished here
+    u32 nodes_epoch;       // launches of the throughput kernels over several nodes but route_nodes that have finished here
     u32 nodes_blocks;      // as above, for the running one of these kernels
     u32 nodes_copied;      // tickets of each role that the running kernel has claimed
     u32 nodes_filled;
@@ -319,8 +319,19 @@ Hello = CStruct(
 ChunkHead = CStruct(
     "ChunkHead",
     """
-    i32 tokens[32];           // of the source
-    i32 pos[kChunkPositions]; // [32][kFan]: the index of a token's row among the rows from the source to a rank of the fan, or -1
+    i32 tokens[32];           // of the source; for rows of choices, their places at the ranks of their tokens
+    i32 pos[kChunkPositions]; // [32][kFan]: the index of a token's row among the rows from the source to a rank of the fan, or -1; for
+                              // rows of choices [32]: the rank of the fan
+    """,
+)
+
+ChoiceRow = CStruct(
+    "ChoiceRow",
+    """
+    i32 position;  // of a row that a combine of choices sends, among the rows by expert
+    i32 place;     // at the token's rank: the token within its window, times num_topk, plus the choice
+    i32 source;    // the token's rank
+    f32 weight;
     """,
 )
 
@@ -338,7 +349,7 @@ CallStatistics = CStruct(
 
 SHARED = (
     RouteMessage, RouteBlock, RecvWindow, State, LostRanks, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox,
-    NetworkState, Descriptor, WireState, RouteNodesBlock, SourceCounts, FlowCounts, NodeWindow, Hello, ChunkHead, CallStatistics,
+    NetworkState, Descriptor, WireState, RouteNodesBlock, SourceCounts, FlowCounts, NodeWindow, Hello, ChunkHead, ChoiceRow, CallStatistics,
 )  # fmt: skip
 
 LL_SEND, LL_RECEIVE = 1, 2

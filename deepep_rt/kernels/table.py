@@ -204,7 +204,6 @@ LOCAL_KERNELS = (
     u64 out_weights;        // [., num_topk] float32, or 0: rows are multiplied by their weights
     i64 row_bytes;
     i32 num_topk;
-    i32 choice;             // the only choice whose rows count; -1: all count
 """,
         folder="experts",
         threads="kLocalThreads",
@@ -212,22 +211,21 @@ LOCAL_KERNELS = (
         is_local=True,
     ),
     Kernel(
-        "add_choice",
+        "list_choices",
         """
-    u64 x;                  // [num_tokens, row_bytes] the row of the choice of each token, or zeros
-    u64 weights;            // [num_tokens, num_topk] float32, or 0: rows are not multiplied
-    u64 sums;               // [num_tokens, channels] float32: of the choices so far; not read for choice 0
-    u64 bias_0;             // [num_tokens, row_bytes], or 0
-    u64 bias_1;
-    u64 out;                // [num_tokens, row_bytes]; 0: more choices follow, and the sums go back to `sums`
-    i64 num_tokens;
-    i64 row_bytes;
+    u64 positions;          // [., num_topk] int32; these three of expert_positions
+    u64 totals;
+    u64 sources;
+    u64 weights;            // [rows by expert] float32, or 0
+    u64 rows;               // out: [rows of the list] ChoiceRow
+    u64 first;              // out: [num_ranks + 1] int32, the first row of the list from each source, and the end
     i32 num_topk;
-    i32 choice;
+    i32 num_ranks;
+    i32 first_token;        // of the window
+    i32 window_tokens;
 """,
         folder="experts",
-        threads="kLocalThreads",
-        per_dtype=True,
+        threads="kPositionThreads",
         is_local=True,
     ),
     Kernel(
@@ -337,11 +335,30 @@ _COMBINE_NODES = (
     u64 call_signature;     // all ranks must agree on it
     i32 chunk_tokens;       // the most tokens of a chunk
     i32 sum_stride;         // from one sum to the next at the rank of its token (NodesLayout.sum_stride)
-    i32 choice;             // with reduce="topk", the choice whose rows y has, in the order of the launches; otherwise -1
-    u64 expert_offsets;     // these two of expert_positions, for statistics of choice 0
-    u64 expert_ends;
 """
 )
+
+_CHOICES = (
+    _COMMON
+    + """
+    i32 num_tokens;
+    i32 first_token;        // of the window
+    i32 window_tokens;
+    i32 is_weighted;        // rows are multiplied by their weights
+    u64 y;                  // [rows by expert, kRowBytes]
+    u64 topk_weights;       // [rows by expert] float32, or 0
+    u64 bias_0;             // [num_tokens, kRowBytes], or 0
+    u64 bias_1;
+    u64 handle;
+"""
+)
+
+_CHOICE_SUMS = """
+    u64 out;                // [num_tokens, kRowBytes]
+    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32, or 0
+    u64 recv_x_offset;      // where this rank receives the rows of its tokens: offsets from its symmetric base
+    u64 recv_topk_weights_offset;
+"""
 
 # The members of a dispatch lie in few lines of the constant cache, because a first access to a line delays a call of few tokens.
 _LOW_LATENCY_DISPATCH = (
@@ -442,27 +459,17 @@ KERNELS: dict[str, Kernel] = {
         ),
         Kernel(
             "combine_choices",
-            _COMMON
+            _CHOICES
             + """
-    i32 num_tokens;
-    i32 first_token;        // of the window
-    i32 window_tokens;
-    i32 is_weighted;        // rows are multiplied by their weights
-    u64 y;                  // [rows by expert, kRowBytes]
-    u64 topk_weights;       // [rows by expert] float32, or 0
-    u64 bias_0;             // [num_tokens, kRowBytes], or 0
-    u64 bias_1;
-    u64 handle;
     u64 positions;          // these three of expert_positions
     u64 totals;
     u64 sources;
-    u64 out;                // [num_tokens, kRowBytes]
-    u64 out_topk_weights;   // [num_tokens, kNumTopk] float32, or 0
-    u64 recv_x_offset;      // where this rank receives the rows of its tokens: offsets from its symmetric base
-    u64 recv_topk_weights_offset;
+"""
+            + _CHOICE_SUMS
+            + """
     u64 recv_masks_offset;
-    u64 call_signature;     // all ranks must agree on it
-""",
+"""
+            + _SIGNATURE,
             folder="experts",
             threads="kCombineThreads",
             shared="kCombineSharedBytes",
@@ -509,6 +516,27 @@ KERNELS: dict[str, Kernel] = {
                 max_stack_bytes=8,  # arguments of NVSHMEM's functions
             )
             for compression in (None, *COMPRESSIONS)
+        ),
+        Kernel(
+            "combine_choices_nodes",
+            _CHOICES
+            + """
+    u64 rows;               // these two of list_choices
+    u64 first_rows;
+"""
+            + _CHOICE_SUMS
+            + """
+    i32 chunk_tokens;       // the form of a chunk: its most rows, and offsets in a slot
+    i32 chunk_weights;
+    i32 chunk_rows;
+"""
+            + _SIGNATURE,
+            folder="nodes",
+            threads="kCombineNodesThreads",
+            shared="kDispatchNodesSharedBytes",
+            per_dtype=True,
+            over_nodes=True,
+            max_stack_bytes=8,  # arguments of NVSHMEM's functions
         ),
         Kernel(
             "wire",

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 torch = pytest.importorskip("torch")
 
-from gpu_buffers import captured, cpu, make, poison, routing, rows, same, tokens  # noqa: E402
+from gpu_buffers import captured, cpu, make, poison, rounds, routing, rows, same, some, tokens  # noqa: E402
 from gpu_low_latency import same_sent  # noqa: E402
 from gpu_throughput import check_graph, check_known_routing_and_fixed_size, check_rounds, round_trip, same_dispatch  # noqa: E402
 from mpi4py import MPI  # noqa: E402
@@ -52,7 +52,7 @@ def settings(request, topology, monkeypatch):
 
 def pair(comm, settings, **sizes):
     """Make a Buffer on GPUs and one of the host backend, with the same sizes and nodes."""
-    common = dict(num_max_recv_tokens=None, **sizes)
+    common = {"num_max_recv_tokens": None, **sizes}
     return make(comm, **common, **settings), make(comm, "host", **common, ranks_per_node=settings["ranks_per_node"])
 
 
@@ -98,6 +98,69 @@ def test_rounds(comm, settings):
     gpu, host = pair(comm, settings, hidden=1024, num_max_tokens_per_rank=256)
     with gpu, host:
         check_rounds(comm, gpu, host, 60, (NUM_SMS, 3, 8))
+
+
+def sums_of_choices(comm, buffer, seed, num_tokens, *, dtype, weighted, is_host):
+    """Dispatch rows by expert, and let the ranks of the tokens add up the rows of all choices."""
+    config = buffer.config
+    arrays = [
+        rows(comm, seed, num_tokens, config.hidden, dtype=dtype),
+        *routing(comm, seed, num_tokens, config.num_topk, config.num_experts),
+    ]
+    bias = rows(comm, seed + 3, num_tokens, config.hidden, dtype=dtype)
+    if is_host:
+        arrays, (bias,) = cpu(*arrays), cpu(bias)
+    sent = buffer.dispatch(*arrays, layout="expert", expert_alignment=8)
+    y = rows(comm, seed + 2, sent.handle.num_recv_rows, config.hidden, dtype=dtype).to(bias.device)
+    return buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=weighted, bias=bias, reduce="topk")
+
+
+def test_sums_of_choices(comm, settings):
+    """In one window and in several, of which some have no token."""
+    few = dict(num_max_recv_tokens=300 * comm.Get_size())  # room for few tokens at a time
+    for dtype, sizes in (
+        ("bfloat16", dict(hidden=7168, num_topk=8)),
+        ("float32", dict(hidden=520, num_topk=32)),
+        ("float16", dict(hidden=1024, num_topk=3, **few)),
+        ("bfloat16", dict(hidden=1024, num_topk=8, **few)),
+    ):
+        gpu, host = pair(comm, settings, dtype=dtype, **sizes)
+        if "num_max_recv_tokens" in sizes:
+            assert gpu._backend.runtime.layout.choice_window < 300
+        with gpu, host:
+            poison(gpu)
+            for i in rounds(comm, 6):
+                gpu.num_sms = (NUM_SMS, 3)[i % 2]
+                how = dict(dtype=getattr(torch, dtype), weighted=i % 3 == 0)
+                num_tokens = (300, some(comm, i, 300), 0 if comm.Get_rank() % 2 else 200)[i % 3]
+                got, want = (sums_of_choices(comm, b, 7 * i, num_tokens, **how, is_host=b is host) for b in (gpu, host))
+                try:
+                    same(got.x, want.x)
+                    assert (got.topk_weights is None) == (want.topk_weights is None) == how["weighted"]
+                    if want.topk_weights is not None:
+                        same(got.topk_weights, want.topk_weights)
+                except AssertionError:
+                    gpu.synchronize()  # after a time-out the rows are NaN, and this tells the reason
+                    raise
+
+
+def test_graphs_of_sums_of_choices(comm, settings):
+    gpu, host = pair(comm, settings, hidden=1024, num_max_recv_tokens=300 * comm.Get_size())
+    with gpu, host:
+        idx, weights = routing(comm, 1, 200, 8, gpu.config.num_experts)
+        x = rows(comm, 1, 200, 1024)
+        sent, want = gpu.dispatch(x, idx, weights, layout="expert"), host.dispatch(*cpu(x, idx, weights), layout="expert")
+        y = rows(comm, 2, sent.handle.num_recv_rows, 1024)
+        how = dict(weighted=True, reduce="topk")
+        graph, back = captured(
+            comm, lambda: gpu.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, **how), warm_up=True
+        )
+        for seed in range(3, 9):
+            y.copy_(rows(comm, seed, *y.shape))
+            back.x.fill_(7)
+            graph.replay()
+            same(back.x, host.combine(*cpu(y), want.handle, topk_weights=want.recv_topk_weights, **how).x)
+            round_trip(comm, gpu, host, seed, 50, 8)
 
 
 def test_garbage_that_a_relay_collects(comm, request):

@@ -12,7 +12,7 @@ from scenarios import Scenario, Sum
 from deepep_rt import EPInputError, EPOutOfMemoryError, EPTimeoutError
 from deepep_rt.backends.cuda import expert_rows, link_rates, network_memory
 from deepep_rt.cuda import driver
-from deepep_rt.kernels import nodes_layout, structs
+from deepep_rt.kernels import layout, nodes_layout, structs
 from tests.kernels_on_cpu import compiler, fake_driver
 from tests.kernels_on_cpu.machine import Machine
 from tests.kernels_on_cpu.rounds import (
@@ -40,6 +40,12 @@ def small_slots(monkeypatch):
     """Make chunks of four tokens and two slots, so that chunks wait for credits."""
     for name, number in (("_CHUNK_BYTES", 512), ("_MOST_SLOTS", 2)):
         monkeypatch.setattr(nodes_layout, name, dict.fromkeys(("nvshmem", "mpi", "wire"), number))
+
+
+@pytest.fixture
+def small_windows(monkeypatch):
+    """Let combines with `reduce="topk"` take windows of four tokens."""
+    monkeypatch.setattr(layout.Layout, "choice_window", 4)
 
 
 @pytest.mark.full
@@ -137,7 +143,8 @@ def choice_sums(dtype, weighted, settings):
         buffers = machine.buffers(**{**SIZES, "num_topk": 5, "dtype": dtype}, **settings)
         made = row.start(buffers[0].config)
         machine.each_rank(lambda rank: made.call(buffers[rank], rank, functools.partial(machine.put, rank)))
-        assert ("combine_choices" in machine.launched) == (not buffers[0].config.has_network)
+        kernel = "combine_choices_nodes" if buffers[0].config.has_network else "combine_choices"
+        assert machine.launched.count(kernel) == 4 * 40 // 4
         back = [made.back[rank][0] for rank in range(4)]
         returned = [np.zeros(1) if weighted else np.array(one.topk_weights) for one in back]
         return [np.array(one.x) for one in back], [made.wanted_sum(rank, 0)[0] for rank in range(4)], returned
@@ -159,6 +166,7 @@ def change_first_token(one, rank, ranks, each):
         ("float32", False, dict(ranks_per_node=1)),
     ],
 )
+@pytest.mark.usefixtures("small_windows")
 def test_sums_of_choices_have_the_same_bits_on_one_node(dtype, weighted, settings):
     with np.errstate(all="ignore"):
         one_node, wanted, weights = choice_sums(dtype, weighted, {})
@@ -288,9 +296,10 @@ def test_ranks_that_differ():
         throughput_rounds(machine, buffers, 1, 1)
 
 
+@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("path", ["hierarchical", pytest.param("direct", marks=pytest.mark.full)])
 def test_ranks_that_differ_in_the_order_of_sums(path):
-    """A rank makes a call with one launch, and the others one with a launch for each choice. Their later calls match again."""
+    """A rank makes a call with one launch, and the others one with several. Their later calls match again."""
     with Machine(4, 0, weak_memory=True, transport="mpi") as machine:
         buffers = machine.buffers(**TWO_BY_TWO, path=path)
         inputs = ThroughputRound(machine, buffers, 5).inputs
@@ -302,6 +311,7 @@ def test_ranks_that_differ_in_the_order_of_sums(path):
             how = dict(topk_weights=machine.put(rank, np.ones(90, np.float32)), reduce="rank" if rank == 3 else "topk")
             back.append(buffer.combine(y, sent.handle, **how))
         machine.run()
+        assert machine.launched.count("combine_choices_nodes") == 3 * 40 // 4
         for result in back:
             assert np.isnan(result.x.astype(np.float32)).all()
             assert np.isnan(result.topk_weights).all()
@@ -312,10 +322,11 @@ def test_ranks_that_differ_in_the_order_of_sums(path):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("num_done", [0, 1])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums_of_choices_without_a_node_are_nan(weighted, num_done):
-    """The network fails before the first choice, or between two choices."""
+    """The network fails before the first window of tokens, or between two windows."""
     with Machine(4, 1, weak_memory=True, transport="mpi") as machine:
         buffers = machine.buffers(**TWO_BY_TWO)
         x, idx = np.ones((8, 64), np.float16), np.tile(np.array([[0, 7]], np.int32), (8, 1))
@@ -328,7 +339,7 @@ def test_sums_of_choices_without_a_node_are_nan(weighted, num_done):
             y = machine.put(rank, np.ones((num_rows, 64), np.float16))
             how = dict(topk_weights=machine.put(rank, np.ones(num_rows, np.float32)), weighted=weighted)
             back.append(buffer.combine(y, sent[rank].handle, **how, reduce="topk"))
-        while machine.launched.count("add_choice") < 4 * num_done:
+        while machine.launched.count("list_choices") < 4 * (num_done + 1):
             machine._gpus.advance(64)
         machine.cut(2, 0)
         machine.run()
@@ -542,6 +553,47 @@ def test_a_missing_wait_fails(tmp_path, sizes, how, file, pattern, replacement):
         throughput_rounds(machine, machine.buffers(**settings), seed, 4)
 
     assert fails(folder, run, num_ranks, **how)
+
+
+def windows_without_rows(machine, seed):
+    """No row crosses, so a rank may be a launch ahead of the other one."""
+    buffers = machine.buffers(**{**SIZES, "num_experts": 4}, ranks_per_node=1)
+    x, idx = np.ones((8, 64), np.float16), np.zeros((8, 2), np.int32)
+    arrays = [(x, idx), (x[:0], idx[:0])]
+    sent = machine.each_rank(
+        lambda rank: buffers[rank].dispatch(*(machine.put(rank, one) for one in arrays[rank]), layout="expert")
+    )
+    y = [np.full((one.handle.num_recv_rows, 64), seed % 5 + 1, np.float16) for one in sent]
+    back = machine.each_rank(lambda rank: buffers[rank].combine(machine.put(rank, y[rank]), sent[rank].handle, reduce="topk"))
+    assert (np.array(back[0].x) == 2 * (seed % 5 + 1)).all()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("small_windows")
+def test_counts_of_two_launches(tmp_path):
+    """A rank tells how many rows it sends before the other one has read what it told in the launch before."""
+    for seed in range(3):
+        with Machine(2, seed, transport="mpi") as machine:
+            windows_without_rows(machine, seed)
+    folder = broken(tmp_path, "nodes/combine_choices_nodes.cu", r"epoch % 2 \* kNumFlows \+ ", "")
+    assert fails(folder, windows_without_rows, 2, transport="mpi")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        pytest.param(r"if \(!await_rows\(p, epoch\)\) return;", "", id="rows"),
+        pytest.param(r"ok = wait_epoch\(p, flags [^;]*;", ";", id="rows-of-near-ranks"),
+        pytest.param(r"before \+ num_done == routes.num_items", "before == 0", id="flag-after-the-first-rows"),
+        pytest.param(r"is_own \? row.position \+ 1 : 0", "0", id="own-rows"),
+    ],
+)
+def test_a_mistake_in_sums_of_choices_fails(tmp_path, pattern, replacement):
+    folder = broken(tmp_path, "nodes/combine_choices_nodes.cu", pattern, replacement)
+    assert fails(
+        folder, lambda machine, seed: expert_rounds(machine, machine.buffers(**TWO_BY_TWO), seed, 4), 4, weak_memory=True
+    )
 
 
 @pytest.mark.parametrize("transport", ["nvshmem", pytest.param("mpi", marks=pytest.mark.full)])

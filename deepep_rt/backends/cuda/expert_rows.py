@@ -16,6 +16,7 @@ from ...comm.call_signature import pack
 from ...errors import EPOutOfMemoryError
 from ...jit.launch import launch_local, load_local
 from ...kernels.regions import Map, align_up, arrange
+from ...kernels.structs import ChoiceRow
 from ...kernels.tuning import CHOICES_PER_BLOCK, MAX_POSITION_BLOCKS, TAIL_ROWS
 from ...results import DispatchHandle, Views
 from ..base import SCALE_COLUMN_ALIGNMENT, Call, CombineInputs, DispatchInputs
@@ -39,9 +40,8 @@ class ExpertRows:
     def __init__(self, runtime: CudaRuntime, by_token: RowMover, memory: CallMemory) -> None:
         self._runtime, self._config, self._by_token = runtime, runtime.config, by_token
         self._memory = memory
-        self._choice_sums = (
-            NodeChoiceSums(runtime, by_token, memory) if isinstance(by_token, NodesThroughput) else ChoiceSums(runtime, by_token)
-        )
+        kind = NodeChoiceSums if isinstance(by_token, NodesThroughput) else ChoiceSums
+        self._choice_sums = kind(runtime, by_token, memory)
         self._tables = runtime.layout.expert_tables(self._config.num_max_recv_tokens)
         self._tables_of_counted = runtime.layout.expert_tables(by_token.most_rows)  # of a dispatch whose rows the host counts
         local = runtime.layout.local.offsets
@@ -104,7 +104,6 @@ class ExpertRows:
             "out_weights": out_weights if returns else 0,
             "row_bytes": x.row_bytes,
             "num_topk": num_topk,
-            "choice": -1,
         }
         launch_local("sum_expert_rows", stream, values, num_tokens, x.dtype)
         owner = memory, x, weights, inputs.x, inputs.topk_weights
@@ -245,24 +244,21 @@ class ExpertRows:
 
 
 class ChoiceSums:
-    """Combine with `reduce="topk"` on one node: the rank of a token gets a row for each choice, and adds them up in their order.
+    """Combine with `reduce="topk"`: the rank of a token gets a row for each choice, and adds them up in their order.
 
     The bits do not depend on where experts live.
     """
 
-    def __init__(self, runtime: CudaRuntime, by_token: RowMover) -> None:
-        self._runtime, self._by_token = runtime, by_token
-        layout, staging = runtime.layout, runtime.regions.offsets["landing"]
-        self._window = layout.choice_window
-        parts = layout.choice_staging(self._window).offsets
-        self._regions = {
-            "recv_x_offset": staging + parts["x"],
-            "recv_topk_weights_offset": staging + parts["topk_weights"],
-            "recv_masks_offset": staging + parts["masks"],
-        }
+    _kernel = "combine_choices"
+
+    def __init__(self, runtime: CudaRuntime, by_token: RowMover, memory: CallMemory) -> None:
+        self._runtime, self._by_token, self._memory = runtime, by_token, memory
+        self._window = runtime.layout.choice_window
+        staging, parts = runtime.regions.offsets["landing"], runtime.layout.choice_staging(self._window).offsets
+        self._staging = {name: staging + offset for name, offset in parts.items()}
 
     def add_up(self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call) -> Callable[[], Views]:
-        """Launch a kernel for each window of tokens. Return the function that makes the results. `tables`: see `RowsByExpert`."""
+        """Launch the kernels of each window of tokens. Return the function that makes the results. `tables`: see `RowsByExpert`."""
         self._by_token.check_support()
         runtime, stream, num_tokens = self._runtime, call.stream, by_token.num_tokens
         runtime.order.enqueue_waits(call)
@@ -271,6 +267,7 @@ class ChoiceSums:
         parts = runtime.layout.combined(num_tokens, x.row_bytes, returns)
         owner = self._by_token.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
+        rows, more, prepare, work = self._rows(inputs.handle.num_recv_rows, x, weights, tables, call)
         values = {
             "num_tokens": num_tokens,
             "first_token": 0,
@@ -281,108 +278,71 @@ class ChoiceSums:
             "bias_0": address_of(biases[0]) if biases else 0,
             "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
             "handle": by_token.routing.ptr,
-            **{name: tables[name] for name in ("positions", "totals", "sources")},
+            **rows,
             "out": out,
             "out_topk_weights": out_weights if returns else 0,
-            **self._regions,
+            "recv_x_offset": self._staging["x"],
+            "recv_topk_weights_offset": self._staging["topk_weights"],
+            **more,
             "call_signature": 0,
         }
-        launch = runtime.launcher("combine_choices", x.dtype)
+        launch = runtime.launcher(self._kernel, x.dtype)
         with runtime.monitor.call_half("a combine with reduce='topk' was interrupted between its windows", "kPhaseCombineRows"):
             for step, first in enumerate(range(0, runtime.config.num_max_tokens_per_rank, self._window), 1):
                 signature = inputs.signature._replace(alignment_or_step=step)
+                prepare(first)
                 launch(stream, self._by_token.num_sms, {**values, "first_token": first, "call_signature": pack(signature)})
         given = inputs.topk_weights, *inputs.biases
         own = by_token.routing, inputs.handle.routing.memory
-        runtime.order.record_end(call, (x, weights, biases, inputs.x, *given), own, *given)
+        runtime.order.record_end(call, (x, weights, biases, inputs.x, work, *given), own, *given)
         return combine_views(runtime, x, num_tokens, out, out_weights if returns else None, owner, stream)
 
+    def _rows(
+        self, num_rows: int, x: View, weights: View | None, tables: dict[str, int], call: Call
+    ) -> tuple[dict[str, int], dict[str, int], Callable[[int], None], Any]:
+        """Return two parts of the kernel's Params, the function that runs before each launch, and the owner of memory that the call needs.
 
-class NodeChoiceSums:
-    """Combine with `reduce="topk"` over several nodes: a combine of rows by token for each choice, whose results this rank adds up.
+        `num_rows` counts the rows by expert. The function gets the first token of the window.
+        """
+        rows = {name: tables[name] for name in ("positions", "totals", "sources")}
+        return rows, {"recv_masks_offset": self._staging["masks"]}, lambda first: None, None
 
-    For each choice, `y` by token has the row of this choice, or zeros. One rank has the row of a (token, choice), so the combine of these
-    rows adds zeros to it and rounds nothing. Over the links go `num_topk` times the bytes of a combine with `reduce="rank"`.
-    """
 
-    def __init__(self, runtime: CudaRuntime, by_token: NodesThroughput, memory: CallMemory) -> None:
-        self._runtime, self._by_token, self._memory = runtime, by_token, memory
+class NodeChoiceSums(ChoiceSums):
+    """The same over several nodes. The rows of each rank's window come from a list, which a kernel writes before."""
 
-    def add_up(self, inputs: CombineInputs, by_token: DispatchHandle, tables: dict[str, int], call: Call) -> Callable[[], Views]:
-        """Launch three kernels for each choice. Return the function that makes the results. `tables`: see `RowsByExpert`."""
-        self._by_token.check_support()
-        runtime, stream, config = self._runtime, call.stream, self._runtime.config
-        runtime.order.enqueue_waits(call)
-        x, weights, *biases = runtime.on_device(stream, inputs.x, inputs.topk_weights, *inputs.biases)
-        num_tokens, num_rows, num_topk = by_token.num_tokens, by_token.num_recv_rows, config.num_topk
-        returns = weights is not None and not inputs.weighted
-        parts = runtime.layout.combined(num_tokens, x.row_bytes, returns)
-        owner = self._by_token.results.allocate_sums(parts.num_bytes, call)
-        out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
-        weight_bytes = 0 if weights is None else num_topk * 4
-        work = arrange(
-            [
-                ("weights_by_token", num_rows * weight_bytes),
-                ("weights", num_tokens * weight_bytes if inputs.weighted else 0),
-                ("rows_by_token", num_rows * x.row_bytes),
-                ("rows", num_tokens * x.row_bytes),
-                ("sums", num_tokens * config.hidden * 4 if num_topk > 1 else 0),
-            ]
-        )
-        memory = self._memory.allocate(work.num_bytes, call)
-        at = {name: memory.ptr + offset for name, offset in work.offsets.items()}
-        token_weights = 0 if weights is None else at["weights"] if inputs.weighted else out_weights
-        # Another rank may have made its last launch for a choice before this one. So no launch may fail for want of a kernel.
-        load_local("sum_expert_rows", "add_choice", dtype=x.dtype)
-        runtime.launcher("combine_nodes", x.dtype)
-        with runtime.monitor.call_half("a combine with reduce='topk' was interrupted between its choices", "kPhaseNodeSums"):
-            for choice in range(num_topk):
-                sends_weights = choice == 0 and weights is not None
-                self._select(x, weights if sends_weights else None, tables, at, choice, num_rows, stream)
-                params = {
-                    "num_tokens": num_tokens,
-                    "y": at["rows_by_token"],
-                    "topk_weights": at["weights_by_token"] if sends_weights else 0,
-                    "bias_0": 0,
-                    "bias_1": 0,
-                    "handle": by_token.routing.ptr,
-                    "out": at["rows"],
-                    "out_topk_weights": token_weights,  # for all choices, because a launch that fails fills them with NaN
-                }
-                of_choice = {"choice": choice, "expert_offsets": tables["offsets"], "expert_ends": tables["ends"]}
-                self._by_token.launch_choice(inputs, num_rows, params, of_choice, stream)
-                is_last = choice == num_topk - 1
-                values = {
-                    "x": at["rows"],
-                    "weights": token_weights if inputs.weighted else 0,
-                    "sums": at["sums"],
-                    "bias_0": address_of(biases[0]) if biases else 0,
-                    "bias_1": address_of(biases[1]) if len(biases) > 1 else 0,
-                    "out": out if is_last else 0,
-                    "num_tokens": num_tokens,
-                    "row_bytes": x.row_bytes,
-                    "num_topk": num_topk,
-                    "choice": choice,
-                }
-                launch_local("add_choice", stream, values, num_tokens, x.dtype)
-        given = inputs.topk_weights, *inputs.biases
-        own = by_token.routing, inputs.handle.routing.memory
-        runtime.order.record_end(call, (x, weights, biases, inputs.x, memory, *given), own, *given)
-        return combine_views(runtime, x, num_tokens, out, out_weights if returns else None, owner, stream)
+    _kernel = "combine_choices_nodes"
 
-    def _select(
-        self, x: View, weights: View | None, tables: dict[str, int], at: dict[str, int], choice: int, num_rows: int, stream: int
-    ) -> None:
-        """Launch the copy of the rows of a choice to rows by token, and of all weights if there are any."""
-        values = {
-            "x": x.ptr,
-            "weights": address_of(weights),
-            "positions": tables["positions"],
-            "totals": tables["totals"],
-            "out": at["rows_by_token"],
-            "out_weights": 0 if weights is None else at["weights_by_token"],
-            "row_bytes": x.row_bytes,
-            "num_topk": self._runtime.config.num_topk,
-            "choice": choice,
+    def _rows(
+        self, num_rows: int, x: View, weights: View | None, tables: dict[str, int], call: Call
+    ) -> tuple[dict[str, int], dict[str, int], Callable[[int], None], Any]:
+        runtime, config, nodes = self._runtime, self._runtime.config, self._runtime.layout.nodes
+        assert nodes is not None
+        assert runtime.network is not None
+        network = runtime.network
+        chunk = nodes.chunk(x.row_bytes, 0 if weights is None else 4, 0, False)
+        parts = arrange([("rows", num_rows * ChoiceRow.size({})), ("first", (config.num_ranks + 1) * 4)])
+        memory = self._memory.allocate(parts.num_bytes, call)
+        rows, first_rows = memory.ptr + parts.offsets["rows"], memory.ptr + parts.offsets["first"]
+        load_local("list_choices")  # another rank may have made its last launch before this one fails for want of a kernel
+
+        def list_rows(first: int) -> None:
+            values = {
+                **{name: tables[name] for name in ("positions", "totals", "sources")},
+                "weights": address_of(weights),
+                "rows": rows,
+                "first": first_rows,
+                "num_topk": config.num_topk,
+                "num_ranks": config.num_ranks,
+                "first_token": first,
+                "window_tokens": self._window,
+            }
+            launch_local("list_choices", call.stream, values, 1)
+            network.wake()
+
+        form = {
+            "chunk_tokens": chunk.num_tokens,
+            "chunk_weights": chunk.offsets["scales"],
+            "chunk_rows": chunk.offsets["rows"],
         }
-        launch_local("sum_expert_rows", stream, values, num_rows, x.dtype)
+        return {"rows": rows, "first_rows": first_rows}, form, list_rows, memory

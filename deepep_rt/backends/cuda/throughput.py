@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import HOST, Framework, View
-from ...comm.call_signature import Signature, pack
+from ...comm.call_signature import pack
 from ...comm.consensus import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
 from ...cuda.pool import Block
@@ -32,8 +32,6 @@ from .repeated_call import RepeatedCall, check_stream
 from .result_memory import Growing, OnLaunch, Reservation, ResultMemory, arriving_rows, combine_views, dispatch_views
 from .runtime import CudaRuntime, address_of
 
-_ALL_CHOICES = {"choice": -1, "expert_offsets": 0, "expert_ends": 0}
-"""The last Params of combine_nodes for rows that are sums over all choices."""
 _MAX_MEASURED_BYTES = 1 << 30
 
 
@@ -315,22 +313,11 @@ class RowMover(ABC):
             "out": out,
             "out_topk_weights": out_weights if weights is not None else 0,
         }
-        return self._finish_sums(params, inputs, handle.num_recv_rows, inputs.signature, _ALL_CHOICES), params
-
-    def _finish_sums(
-        self, params: dict[str, int], inputs: CombineInputs, capacity: int, signature: Signature, choice: Mapping[str, int]
-    ) -> Launcher:
-        """Return the combine kernel, and add the rest of its Params to `params`, where an address of 0 means no array.
-
-        `inputs` are those of the whole combine. `signature` and `choice` are those of this launch: over several nodes, a combine may have a
-        launch for each choice. `capacity` counts the rows of the handle by token.
-        """
-        kernel, row_bytes = self._combine_kernel, inputs.x.row_bytes
-        sent_bytes = row_bytes
+        kernel, sent_bytes = self._combine_kernel, x.row_bytes
         if inputs.compress:
             kernel, sent_bytes = f"{kernel}_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
-        self._add_combine_params(params, row_bytes, sent_bytes, capacity, pack(signature), choice)
-        return self._runtime.launcher(kernel, inputs.x.dtype)
+        self._add_combine_params(params, x.row_bytes, sent_bytes, handle.num_recv_rows, pack(inputs.signature))
+        return self._runtime.launcher(kernel, x.dtype), params
 
     @abstractmethod
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
@@ -361,7 +348,6 @@ class RowMover(ABC):
         sent_bytes: int,
         capacity: int,
         signature: int,
-        choice: Mapping[str, int],
     ) -> None:
         """Add the rest of the Params of this class's combine kernel, in order; see `_add_dispatch_params`."""
 
@@ -408,7 +394,6 @@ class Throughput(RowMover):
         sent_bytes: int,
         capacity: int,
         signature: int,
-        choice: Mapping[str, int],
     ) -> None:
         staging = self._layout.staging(sent_bytes).offsets
         params["recv_x_offset"] = self._landing + staging["x"]
@@ -462,18 +447,6 @@ class NodesThroughput(RowMover):
             parts = self._nodes.exposed(num_rows, self._config.row_bytes)
             self._exposed.append((num_rows, self.results.reserve_for_repeats(parts.num_bytes, stream)))
 
-    def launch_choice(
-        self, inputs: CombineInputs, num_rows: int, params: dict[str, int], choice: Mapping[str, int], stream: int
-    ) -> None:
-        """Launch a combine of rows that have one choice of each token.
-
-        `inputs` are those of the whole combine, `num_rows` counts the rows of the handle by token, and `params` are the first Params.
-        """
-        signature = inputs.signature._replace(alignment_or_step=choice["choice"] + 1)
-        launch = self._finish_sums(params, inputs, num_rows, signature, choice)
-        self._network.wake()
-        launch(stream, self.num_sms, params)
-
     def _add_dispatch_params(
         self, params: dict[str, int], sizes: tuple[int, int, int, bool], is_new: bool, needs_counts: bool
     ) -> None:
@@ -490,7 +463,6 @@ class NodesThroughput(RowMover):
         sent_bytes: int,
         capacity: int,
         signature: int,
-        choice: Mapping[str, int],
     ) -> None:
         exposed = self._nodes.staging(row_bytes).offsets
         first = self._landing
@@ -505,7 +477,6 @@ class NodesThroughput(RowMover):
             call_signature=signature,
             chunk_tokens=self._nodes.chunk(sent_bytes, 0, 0, has_weights).num_tokens,
             sum_stride=self._nodes.sum_stride(sent_bytes, with_weights=has_weights),
-            **choice,
         )
 
 

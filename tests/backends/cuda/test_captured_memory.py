@@ -21,11 +21,11 @@ MEMBERS = {
     "route": ["handle"],
     "dispatch": ["handle", "recv_x_offset", "num_recv"],
     "combine": ["handle", "out"],
-    "combine_choices": ["handle", "out", "positions"],
+    "combine_choices": ["handle", "out", "positions", "rows"],
     "expert_positions": ["positions"],
     "expand_rows": ["positions", "out_x"],
     "sum_expert_rows": ["positions", "out"],
-    "add_choice": ["x"],
+    "list_choices": ["positions", "rows", "first"],
     "fp8_encode": ["out"],
     "ll_dispatch": ["handle", "recv_x"],
     "ll_dispatch_opaque": ["handle", "recv_x"],
@@ -42,7 +42,7 @@ def places(fake: FakeGpu) -> set[tuple[str, int]]:
     for call in fake.pop_launches():
         for name in MEMBERS[call.kernel.replace("_nodes", "").removesuffix("_log10")]:
             kind = "rows" if name == "recv_x_offset" else "other"  # an offset, or an address
-            if getattr(call, name):
+            if getattr(call, name, 0):
                 found.add((kind, getattr(call, name)))
     return found
 
@@ -139,7 +139,7 @@ def test_sums_of_choices_share_memory_in_a_capture(fake: FakeGpu, make: Any, mon
         def step() -> None:
             for _ in range(2):
                 calls.combine(calls.handle, reduce="topk")
-                captured.append({("out", call.out) for call in fake.pop_launches() if call.kernel == "combine_nodes"})
+                captured.append({("rows", call.rows) for call in fake.pop_launches() if call.kernel == "list_choices"})
 
         capture(monkeypatch, 7, step)
         assert captured[0] == captured[1]

@@ -117,7 +117,7 @@ NO_ROOM, MISSING = (driver, "allocate_async", no_room), (launch, "load", missing
     ("sizes", "call", "failure", "num_launches"),
     [
         *((sizes, "dispatch", failure, 4) for sizes in (ONE_NODE, TWO_NODES) for failure in (NO_ROOM, MISSING)),
-        *((TWO_NODES, "combine", failure, 12) for failure in (NO_ROOM, MISSING)),
+        *((TWO_NODES, "combine", failure, 2) for failure in (NO_ROOM, MISSING)),
         (ONE_NODE, "combine", MISSING, 1),
     ],
 )
@@ -154,27 +154,25 @@ def choice_sums(fake: FakeGpu, buffer: Any, **how: Any) -> Any:
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums_of_choices_over_nodes(fake: FakeGpu, make: Any, weighted: bool) -> None:
-    """Each choice has a combine of its own. Weights travel once, and only the last choice writes the result."""
-    with make(**TWO_NODES) as buffer:
+    """Each window of tokens has a list of rows, and a kernel that sends them."""
+    with make(**{**TWO_NODES, "num_max_tokens_per_rank": 512, "num_max_recv_tokens": 1024}) as buffer:
         bias = Array(fake, "bfloat16", 10, 256)
         back = choice_sums(fake, buffer, weighted=weighted, bias=bias)
         launches = fake.pop_launches()
-        assert [call.kernel for call in launches] == ["sum_expert_rows", "combine_nodes", "add_choice"] * 4
+        assert [call.kernel for call in launches] == ["list_choices", "combine_choices_nodes"] * 2
         assert len({call.stream for call in launches}) == 1
-        select, combine, add = (launches[i::3] for i in range(3))
-        for calls in (select, combine, add):
-            assert [call.choice for call in calls] == [0, 1, 2, 3]
-        for i in range(4):
-            assert (combine[i].y, combine[i].bias_0) == (select[i].out, 0)
-            assert (combine[i].topk_weights, combine[i].out_topk_weights) == (select[i].out_weights, combine[0].out_topk_weights)
-            assert (add[i].x, add[i].sums) == (combine[i].out, add[0].sums)
-            assert bool(select[i].weights) == bool(select[i].out_weights) == (i == 0)
-            assert add[i].weights == (combine[0].out_topk_weights if weighted else 0)
-        signatures = [unpack(call.call_signature) for call in combine]
-        assert [(*same, step) for *same, step in signatures] == [(*signatures[0][:-1], i) for i in range(4)]
-        assert [call.out for call in add] == [0, 0, 0, back.x.ptr]
-        assert (add[3].bias_0, add[3].bias_1) == (bias.ptr, 0)
-        assert weighted or back.topk_weights.ptr == combine[0].out_topk_weights
+        for window, (listing, sending) in enumerate(zip(launches[::2], launches[1::2], strict=True)):
+            assert (listing.blocks, listing.num_ranks, listing.num_topk) == (1, 4, 4)
+            for call in (listing, sending):
+                assert (call.first_token, call.window_tokens) == (256 * window, 256)
+            assert (sending.rows, sending.first_rows) == (listing.rows, listing.first)
+            assert sending.first_rows >= sending.rows + 50 * 16, "room for each row by expert"
+            assert listing.weights == sending.topk_weights != 0
+            assert (sending.bias_0, sending.bias_1, sending.out) == (bias.ptr, 0, back.x.ptr)
+            assert sending.is_weighted == weighted
+            assert sending.out_topk_weights == (0 if weighted else back.topk_weights.ptr)
+        first, second = (unpack(call.call_signature) for call in launches[1::2])
+        assert (first[:-1], first[-1], second[-1]) == (second[:-1], 0, 1)
         assert like(back.x) == ("bfloat16", (10, 256))
 
 
@@ -196,5 +194,7 @@ def test_sums_of_choices_without_weights(fake: FakeGpu, make: Any) -> None:
         back = choice_sums(fake, buffer, topk_weights=None)
         assert back.topk_weights is None
         for call in fake.pop_launches():
-            if call.kernel == "combine_nodes":
+            if call.kernel == "list_choices":
+                assert call.weights == 0
+            else:
                 assert (call.topk_weights, call.out_topk_weights) == (0, 0)
