@@ -1,26 +1,33 @@
-"""Measure what a relay carries between two ranks, from host memory. Python writes the ring, as kernels do."""
+"""Measure what a relay carries between two ranks, from host memory. Python writes the ring, as kernels do.
+
+Kernels do not need Python's lock. So during a measurement only the relays' threads run: they write the ring when something arrives.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ..comm.communicator import Communicator
-from ..comm.relay import Relay
+from ..comm.relay import Relay, traffic_of
+from ..comm.relay_puts import Put
+from ..comm.relay_traffic import RelayTraffic
 from ..kernels import structs
 
-CHUNK_BYTES = 1 << 20
-"""Bytes of a large put."""
+CHUNK_BYTES = 256 << 10
+"""Bytes of a large put, as calls over a relay have."""
 
 _DESCRIPTOR = structs.Descriptor.dtype({})
-_SLOTS = 8  # for large puts of each direction
-# The words: those of the slots, those of their credits, and three more.
-_CREDITS, _PING, _END, _HERE = _SLOTS, 2 * _SLOTS, 2 * _SLOTS + 1, 2 * _SLOTS + 2
-_DATA = 8 * 32  # bytes before the slots that send
-_BATCHES, _PER_BATCH = 5, 20
+_PING, _ACK, _END, _NUM_WORDS = 0, 1, 2, 4
+_SLOTS, _PER_ACK = 8, 8  # places for large puts; one answer follows so many of them
+_AHEAD = 3  # answers that a sender does not wait for
+_BATCHES, _PER_BATCH = 6, 20
 _LEAST_S = 0.1  # of one measured rate
+_LATENCY, _THERE, _BACK = range(3)  # what is measured, in this order
 
 
 class HostPuts:
@@ -32,11 +39,19 @@ class HostPuts:
         depth: The entries of the ring, a power of two.
         first: The offset at which the memory begins, as a Buffer has one.
         first_put: The number of the first put.
+        relay: The class of the relay.
         settings: More arguments of the relay.
     """
 
     def __init__(
-        self, comm: Communicator, num_bytes: int, depth: int = 64, first: int = 0, first_put: int = 0, **settings: object
+        self,
+        comm: Communicator,
+        num_bytes: int,
+        depth: int = 64,
+        first: int = 0,
+        first_put: int = 0,
+        relay: Callable[..., Relay] = Relay,
+        **settings: object,
     ) -> None:
         self.memory, self.ring = np.zeros(num_bytes, np.uint8), np.zeros(depth, _DESCRIPTOR)
         self.words = self.memory.view(np.uint64)
@@ -44,7 +59,7 @@ class HostPuts:
         for put in range(max(0, first_put - depth), first_put):
             self.ring[put % depth]["sequence"] = (put + 1) % 2**32  # as the puts before left it
         places = self.memory.ctypes.data, num_bytes, first, self.ring.ctypes.data
-        self.relay = Relay(comm, *places, depth, _DESCRIPTOR, first_put=first_put, **settings)  # type: ignore[arg-type]
+        self.relay = relay(comm, *places, depth, _DESCRIPTOR, first_put=first_put, **settings)
 
     @property
     def has_room(self) -> bool:
@@ -69,6 +84,109 @@ class HostPuts:
             time.sleep(0)  # the relay's thread needs Python's lock
 
 
+class _AnsweringRelay(Relay):
+    """A relay whose thread calls `arrived` for each put that has arrived."""
+
+    def __init__(self, *given: Any, arrived: Callable[[Put], None], **settings: Any) -> None:
+        self._arrived = arrived
+        super().__init__(*given, **settings)
+
+    def make_traffic(self, comm: Communicator) -> RelayTraffic:
+        """Make the part that sends and receives."""
+        arrived, kind = self._arrived, traffic_of(self._transport)
+
+        class Traffic(kind):  # type: ignore[misc, valid-type]
+            def complete(self, put: Put) -> None:
+                super().complete(put)
+                arrived(put)
+
+        traffic: RelayTraffic = Traffic(comm, self._ring, self._mirror, self._peers)
+        return traffic
+
+
+class _Measurement(HostPuts):
+    """What one of two ranks measures. The main thread sleeps until `over` of a part is set."""
+
+    def __init__(self, comm: Communicator, transport: str, timeout_s: float) -> None:
+        self._mine, self._lock = comm.Get_rank(), threading.Lock()
+        self._over = [threading.Event() for _ in (_LATENCY, _THERE, _BACK)]
+        self._start, self._pings, self._batches = 0.0, 0, list[float]()
+        self._batches_sent = self._acks = self._num_arrived = 0
+        self._gb_s, self._part = 0.0, _LATENCY
+        settings: Any = dict(transport=transport, timeout_s=timeout_s, node_size=1, relay=_AnsweringRelay, arrived=self._arrived)
+        super().__init__(comm, 8 * _NUM_WORDS + 2 * _SLOTS * CHUNK_BYTES, **settings)
+        comm.allgather(None)  # both ranks can answer
+
+    def measure(self) -> dict[str, float]:
+        """Measure all parts. A rank has the time of a word if it is rank 0, and the rate of what it sends."""
+        for part in (_LATENCY, _THERE, _BACK):
+            if self._mine == (part == _BACK):
+                with self._lock:  # an answer may come at once
+                    self._begin(part)
+                self.relay.wake()
+            while not self._over[part].wait(0.05):
+                self.relay.check()
+        us = 1e6 * min(self._batches[1:], default=0.0)  # the first batch connects the ranks
+        return {"us": us, "gb_s": self._gb_s, "back_gb_s": self._gb_s}
+
+    def _begin(self, part: int) -> None:
+        self._part, self._start = part, time.perf_counter()
+        if part == _LATENCY:
+            self._send_word(_PING)
+            return
+        for _ in range(_AHEAD):
+            self._send_batch()
+
+    def _arrived(self, put: Put) -> None:
+        """Called by the relay's thread."""
+        with self._lock:
+            if put.num_bytes:
+                self._num_arrived += 1
+                if self._num_arrived % _PER_ACK == 0:
+                    self._send_word(_ACK)
+            elif put.word == 8 * _END:
+                self._over[put.value].set()
+            elif put.word == 8 * _ACK:
+                self._go_on_sending()
+            elif self._mine:
+                self._send_word(_PING)
+            else:
+                self._go_on_asking()
+
+    def _go_on_asking(self) -> None:
+        self._pings += 1
+        if self._pings % _PER_BATCH == 0:
+            now = time.perf_counter()
+            self._batches.append((now - self._start) / _PER_BATCH / 2)
+            self._start = now
+        if len(self._batches) < _BATCHES:
+            self._send_word(_PING)
+        else:
+            self._end()
+
+    def _go_on_sending(self) -> None:
+        self._acks += 1
+        seconds = time.perf_counter() - self._start
+        if seconds < _LEAST_S:
+            self._send_batch()
+        elif self._acks == self._batches_sent:
+            self._gb_s = self._acks * _PER_ACK * CHUNK_BYTES / seconds / 1e9
+            self._end()
+
+    def _send_batch(self) -> None:
+        for slot in range(_PER_ACK):
+            at = 8 * _NUM_WORDS + slot * CHUNK_BYTES
+            self.put(1 - self._mine, at + _SLOTS * CHUNK_BYTES, at, CHUNK_BYTES, 8 * (_NUM_WORDS - 1), 0)
+        self._batches_sent += 1
+
+    def _send_word(self, word: int, value: int = 0) -> None:
+        self.put(1 - self._mine, 0, 0, 0, 8 * word, value)
+
+    def _end(self) -> None:
+        self._send_word(_END, self._part)
+        self._over[self._part].set()
+
+
 def relay_rates(comm: Communicator, transport: str, timeout_s: float) -> dict[str, float]:
     """Measure between the two ranks of `comm`. Collective.
 
@@ -79,53 +197,8 @@ def relay_rates(comm: Communicator, transport: str, timeout_s: float) -> dict[st
         EPUnavailableError: if the transport cannot work.
         EPTimeoutError: if the other rank's relay is silent.
     """
-    puts = HostPuts(comm, _DATA + 2 * _SLOTS * CHUNK_BYTES, transport=transport, timeout_s=timeout_s, node_size=1)
-    mine = comm.Get_rank()
-    found = {"us": 1e6 * _latency_s(puts, mine), "gb_s": _gb_s(puts, mine, 0), "back_gb_s": _gb_s(puts, mine, 1)}
+    puts = _Measurement(comm, transport, timeout_s)
+    found = puts.measure()
     puts.relay.close()
     measured = comm.allgather(found)
     return {name: measured[name == "back_gb_s"][name] for name in found}
-
-
-def _latency_s(puts: HostPuts, mine: int) -> float:
-    """Return half of the time of a round trip."""
-    batches, value = [], 0
-    for _ in range(_BATCHES + 1):  # the first one connects the ranks
-        start = time.perf_counter()
-        for _ in range(_PER_BATCH):
-            value += 1
-            for sender in (0, 1):
-                if mine == sender:
-                    puts.put(1 - mine, 0, 0, 0, 8 * _PING, value)
-                    puts.relay.wake()
-                else:
-                    puts.wait(lambda: int(puts.words[_PING]) >= value)  # noqa: B023
-        batches.append((time.perf_counter() - start) / _PER_BATCH / 2)
-    return min(batches[1:])
-
-
-def _gb_s(puts: HostPuts, mine: int, sender: int) -> float:
-    """Return the rate of large puts in one direction, on the rank that sends. Slot i has the word i, and the word of its credit."""
-    arrived, credits = puts.words[:_SLOTS], puts.words[_CREDITS : _CREDITS + _SLOTS]
-    arrived[:] = credits[:] = puts.words[_END] = 0
-    puts.put(1 - mine, 0, 0, 0, 8 * _HERE, 1 + sender)
-    puts.wait(lambda: int(puts.words[_HERE]) > sender)
-    number, start = 0, time.perf_counter()
-    if mine == sender:
-        while number < 4 * _SLOTS or time.perf_counter() - start < _LEAST_S:
-            puts.wait(lambda: int(credits[number % _SLOTS]) >= number // _SLOTS)  # noqa: B023
-            at = _DATA + number % _SLOTS * CHUNK_BYTES
-            puts.put(1 - mine, at + _SLOTS * CHUNK_BYTES, at, CHUNK_BYTES, 8 * (number % _SLOTS), number // _SLOTS + 1)
-            number += 1
-        for slot in range(_SLOTS):
-            puts.wait(lambda: int(credits[slot]) >= (number - slot + _SLOTS - 1) // _SLOTS)  # noqa: B023
-        seconds = time.perf_counter() - start
-        puts.put(1 - mine, 0, 0, 0, 8 * _END, 1)
-        return number * CHUNK_BYTES / seconds / 1e9
-    while not puts.words[_END]:
-        if int(arrived[number % _SLOTS]) > number // _SLOTS:
-            puts.put(1 - mine, 0, 0, 0, 8 * (_CREDITS + number % _SLOTS), number // _SLOTS + 1)
-            number += 1
-        else:
-            puts.wait(lambda: True)
-    return 0.0

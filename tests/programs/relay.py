@@ -20,6 +20,7 @@ from deepep_rt import EPTimeoutError, EPUnavailableError
 from deepep_rt._finalizers import finalize, run_waiting, waiting
 from deepep_rt.comm.convert import communicator_of
 from deepep_rt.comm.relay import Relay
+from deepep_rt.doctor.relay_rates import relay_rates
 
 TIMEOUT_S = seconds(1.0)
 
@@ -288,6 +289,21 @@ def check_a_put_outside_of_the_memory(comm: MPI.Intracomm) -> None:
     if comm.Get_rank() == 1:
         rank.put(comm.Get_size(), 0, 0, 0, 0, 1)
     _check_error(comm, rank, 1, f"a put names rank {comm.Get_size()}")
+
+
+def check_rates(comm: MPI.Intracomm) -> None:
+    """While the relays of two ranks are measured, the programs sleep: they would take Python's lock from them, as no kernel does."""
+    pair = comm.Split(comm.Get_rank() > 1)
+    if comm.Get_rank() <= 1:
+        with mock.patch.object(Relay, "check", autospec=True, side_effect=Relay.check) as check:
+            start = time.monotonic()
+            found = relay_rates(communicator_of(pair), TRANSPORT, TIMEOUT_S)
+        assert set(found) == {"us", "gb_s", "back_gb_s"}
+        assert min(found.values()) > 0
+        assert pair.allgather(found) == [found] * 2
+        assert check.call_count <= (time.monotonic() - start) / 0.05 + 1
+        assert _no_relay_is_left()
+    pair.Free()
 
 
 def check_threads_of_mpi(comm: MPI.Intracomm) -> None:
