@@ -42,13 +42,20 @@ struct Registers {
 #define SAVE(registers) __builtin_setjmp((registers).words)
 #define RESTORE(registers) __builtin_longjmp((registers).words, 1)
 
+// A stack of a thread. A thread that ends leaves its stack at the start of the next thread there: to make a new context takes system calls.
+struct Stack {
+  char* memory;
+  Registers registers;
+  bool waits_for_thread = false;
+};
+
 struct Fiber : Thread {
   Registers registers;
   bool has_started = false;
   int steps_left = 1;
   unsigned num_proxy_fences = 0;
   Warp* warp = nullptr;
-  char* stack = nullptr;
+  Stack* stack = nullptr;
   const char* shared = nullptr;  // dynamic shared memory of its block
   size_t dynamic_bytes = 0;
 };
@@ -84,11 +91,11 @@ struct Block {
   std::vector<Warp> warps;
   Barrier barriers[16];
   unsigned threads_left;
-  std::vector<char> shared;
+  std::unique_ptr<char[]> shared;
   std::vector<SharedUse> uses;  // of dynamic shared memory
   size_t static_end;
   std::map<int, size_t> variables;
-  char* stacks;
+  std::unique_ptr<Stack[]> stacks;
   uint64_t frozen_until = 0;
   bool allows_successor = false;
 };
@@ -128,7 +135,8 @@ std::vector<Gpu> gpus;
 std::vector<Warp*> runnable;
 std::vector<int> finished;
 std::vector<std::function<void()>> pending;          // of `later`
-std::map<unsigned, std::vector<char*>> free_stacks;  // by number of threads
+std::map<unsigned, std::vector<std::unique_ptr<Stack[]>>> free_stacks;  // by number of threads
+std::map<size_t, std::vector<std::unique_ptr<char[]>>> free_shared;     // by dynamic bytes
 Registers scheduler;
 Fiber* current = nullptr;
 uint64_t now = 1, turn = 0, idle_steps = 0;
@@ -153,30 +161,39 @@ void remove_runnable(Warp& w) {
   w.index = -1;
 }
 
-void run_fiber() {
-  const Fiber& f = *current;
-  const Grid& grid = *f.warp->block->grid;
-  grid.kernel(grid.params.data());
-  Warp& w = *current->warp;
-  complete_plain_store();
-  const uint32_t bit = 1u << current->lane;
-  w.ready &= ~bit, w.exited |= bit;
-  --w.block->threads_left;
-  note_progress();
-  RESTORE(scheduler);
+[[noreturn]] __attribute__((noinline)) void to_scheduler() { RESTORE(scheduler); }
+
+// Returns when another thread begins on this stack.
+__attribute__((noinline)) void await_next_thread(Stack& stack) {
+  stack.waits_for_thread = true;
+  if (SAVE(stack.registers)) return;
+  to_scheduler();
 }
 
-[[noreturn]] __attribute__((noinline)) void to_scheduler() { RESTORE(scheduler); }
+void run_fibers() {
+  for (;;) {
+    const Grid& grid = *current->warp->block->grid;
+    grid.kernel(grid.params.data());
+    Warp& w = *current->warp;
+    complete_plain_store();
+    const uint32_t bit = 1u << current->lane;
+    w.ready &= ~bit, w.exited |= bit;
+    --w.block->threads_left;
+    note_progress();
+    await_next_thread(*current->stack);
+  }
+}
 
 __attribute__((noinline)) void resume(Fiber& f) {
   current = &f, running = &f;
   if (f.has_started) RESTORE(f.registers);
   f.has_started = true;
+  if (std::exchange(f.stack->waits_for_thread, false)) RESTORE(f.stack->registers);
   ucontext_t context;
   getcontext(&context);
-  context.uc_stack.ss_sp = f.stack;
+  context.uc_stack.ss_sp = f.stack->memory;
   context.uc_stack.ss_size = kStackBytes;
-  makecontext(&context, run_fiber, 0);
+  makecontext(&context, run_fibers, 0);
   setcontext(&context);
 }
 
@@ -206,14 +223,19 @@ void start_block(Grid& grid) {
   block->warps = std::vector<Warp>(grid.num_threads / 32);
   block->threads_left = grid.num_threads;
   block->static_end = (grid.dynamic_bytes + 127) / 128 * 128;
-  block->shared.assign(block->static_end + kStaticSharedBytes, static_cast<char>(kGarbage));
+  auto& shared = free_shared[grid.dynamic_bytes];
+  if (shared.empty()) shared.emplace_back(new char[block->static_end + kStaticSharedBytes]);
+  block->shared = std::move(shared.back());
+  shared.pop_back();
+  memset(block->shared.get(), kGarbage, block->static_end);
   auto& stacks = free_stacks[grid.num_threads];
   if (stacks.empty()) {
     void* memory =
         mmap(nullptr, grid.num_threads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    stacks.push_back(static_cast<char*>(memory));
+    stacks.emplace_back(new Stack[grid.num_threads]);
+    for (unsigned t = 0; t < grid.num_threads; ++t) stacks.back()[t].memory = static_cast<char*>(memory) + t * kStackBytes;
   }
-  block->stacks = stacks.back();
+  block->stacks = std::move(stacks.back());
   stacks.pop_back();
   for (unsigned t = 0; t < grid.num_threads; ++t) {
     Warp& w = block->warps[t / 32];
@@ -221,7 +243,7 @@ void start_block(Grid& grid) {
     w.block = block.get();
     f.thread_idx.x = t, f.block_idx.x = grid.next_block, f.block_dim.x = grid.num_threads, f.grid_dim.x = grid.num_blocks;
     f.lane = t % 32, f.gpu = grid.gpu, f.warp_key = &w, f.block_key = block.get(), f.grid_key = &grid, f.warp = &w,
-    f.stack = block->stacks + t * kStackBytes, f.shared = block->shared.data(), f.dynamic_bytes = grid.dynamic_bytes;
+    f.stack = &block->stacks[t], f.shared = block->shared.get(), f.dynamic_bytes = grid.dynamic_bytes;
   }
   for (Warp& w : block->warps) add_runnable(w);
   ++grid.next_block;
@@ -245,7 +267,8 @@ void allow_successor(Block& block) {
 void end_block(Block& block) {
   Grid& grid = *block.grid;
   allow_successor(block);
-  free_stacks[grid.num_threads].push_back(block.stacks);
+  free_stacks[grid.num_threads].push_back(std::move(block.stacks));
+  free_shared[grid.dynamic_bytes].push_back(std::move(block.shared));
   --gpus[grid.gpu].busy;
   for (auto& held : grid.blocks) {
     if (held.get() == &block) std::swap(held, grid.blocks.back());
@@ -514,13 +537,14 @@ void* shared_memory(int id, size_t num_bytes, size_t alignment) {
   if (found == block.variables.end()) {
     const size_t start = (block.static_end + alignment - 1) / alignment * alignment;
     block.static_end = start + num_bytes;
-    if (block.static_end > block.shared.size()) fail("too much shared memory");
+    if (block.static_end > (block.grid->dynamic_bytes + 127) / 128 * 128 + kStaticSharedBytes) fail("too much shared memory");
+    memset(block.shared.get() + start, kGarbage, num_bytes);
     found = block.variables.emplace(id, start).first;
   }
-  return block.shared.data() + found->second;
+  return block.shared.get() + found->second;
 }
 
-char* dynamic_shared_memory() { return current->warp->block->shared.data(); }
+char* dynamic_shared_memory() { return current->warp->block->shared.get(); }
 
 void note_shared_access(const void* p, size_t num_bytes, bool writes) {
   const size_t dynamic_bytes = current->dynamic_bytes, first = static_cast<const char*>(p) - current->shared;
@@ -557,7 +581,7 @@ uint64_t clock_ns() {
 
 uint64_t current_turn() { return turn; }
 
-bool is_on_own_stack(const void* p) { return p >= current->stack && p < current->stack + kStackBytes; }
+bool is_on_own_stack(const void* p) { return p >= current->stack->memory && p < current->stack->memory + kStackBytes; }
 
 }  // namespace cpu_gpu
 
@@ -574,7 +598,7 @@ void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
   rng.state = seed;
   for (auto* held : {&grids, &stopped}) {
     for (auto& grid : *held) {
-      for (auto& block : grid->blocks) free_stacks[grid->num_threads].push_back(block->stacks);
+      for (auto& block : grid->blocks) free_stacks[grid->num_threads].push_back(std::move(block->stacks));
     }
     held->clear();
   }
