@@ -134,7 +134,7 @@ std::vector<std::unique_ptr<Grid>> stopped;  // of processes that have ended: bu
 std::vector<Gpu> gpus;
 std::vector<Warp*> runnable;
 std::vector<int> finished;
-std::vector<std::function<void()>> pending;          // of `later`
+std::vector<std::function<void()>> pending;                             // of `later`
 std::map<unsigned, std::vector<std::unique_ptr<Stack[]>>> free_stacks;  // by number of threads
 std::map<size_t, std::vector<std::unique_ptr<char[]>>> free_shared;     // by dynamic bytes
 Registers scheduler;
