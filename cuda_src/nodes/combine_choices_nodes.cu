@@ -114,7 +114,8 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   if (lane == 0) routes.verdict = verdict;
 }
 
-// Where a row is, for the rank of its token: 0: staged; otherwise, in its y. One lane calls it for each row.
+// Tells the rank of a row's token where the row is. `in_y`: 0 if it is staged there; otherwise 1 more than its position in that rank's own
+// y. One lane calls it for each row.
 __device__ __forceinline__ void mark_row(const Params& p, const Routes& routes, u32 epoch, int index, int place, u32 in_y, float weight) {
   at<u64>(routes.marks[index], 0)[place] = tag_of(epoch, in_y);
   if (p.topk_weights) at<float>(routes.weights[index], 0)[place] = weight;

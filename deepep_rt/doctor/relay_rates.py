@@ -23,7 +23,7 @@ CHUNK_BYTES = 256 << 10
 
 _DESCRIPTOR = structs.Descriptor.dtype({})
 _PING, _ACK, _END, _NUM_WORDS = 0, 1, 2, 4
-_SLOTS, _PER_ACK = 8, 8  # places for large puts; one answer follows so many of them
+_SLOTS = 8  # places for large puts; one answer follows so many of them
 _AHEAD = 3  # answers that a sender does not wait for
 _BATCHES, _PER_BATCH = 6, 20
 _LEAST_S = 0.1  # of one measured rate
@@ -76,12 +76,6 @@ class HostPuts:
             entry["sent"] = self.num_puts % 2**32  # the sequence before: an older value could be equal
         self.num_puts += 1
         entry["sequence"] = self.num_puts % 2**32
-
-    def wait(self, is_over: Callable[[], bool]) -> None:
-        """Wait until something is true. Raise EPTimeoutError or EPUnavailableError if a relay fails."""
-        while not is_over():
-            self.relay.check()
-            time.sleep(0)  # the relay's thread needs Python's lock
 
 
 class _AnsweringRelay(Relay):
@@ -142,7 +136,7 @@ class _Measurement(HostPuts):
         with self._lock:
             if put.num_bytes:
                 self._num_arrived += 1
-                if self._num_arrived % _PER_ACK == 0:
+                if self._num_arrived % _SLOTS == 0:
                     self._send_word(_ACK)
             elif put.word == 8 * _END:
                 self._over[put.value].set()
@@ -170,11 +164,11 @@ class _Measurement(HostPuts):
         if seconds < _LEAST_S:
             self._send_batch()
         elif self._acks == self._batches_sent:
-            self._gb_s = self._acks * _PER_ACK * CHUNK_BYTES / seconds / 1e9
+            self._gb_s = self._acks * _SLOTS * CHUNK_BYTES / seconds / 1e9
             self._end()
 
     def _send_batch(self) -> None:
-        for slot in range(_PER_ACK):
+        for slot in range(_SLOTS):
             at = 8 * _NUM_WORDS + slot * CHUNK_BYTES
             self.put(1 - self._mine, at + _SLOTS * CHUNK_BYTES, at, CHUNK_BYTES, 8 * (_NUM_WORDS - 1), 0)
         self._batches_sent += 1

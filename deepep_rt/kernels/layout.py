@@ -295,7 +295,9 @@ class Layout:
         return _rows_and_weights(self.config.num_max_sent_rows, row_bytes, self.config.num_topk)
 
     def choice_staging(self, window_tokens: int) -> Map:
-        """Memory at a token's rank for the rows of each choice of some tokens; see the kernel combine_choices."""
+        """Memory at a token's rank for the rows of each choice of some tokens; see the kernel combine_choices. Over several nodes
+        marks in control memory take the place of masks.
+        """
         config = self.config
         rows, mask_bytes = window_tokens * config.num_topk, 0 if self.nodes else config.num_ranks * 4
         return arrange([("masks", window_tokens * mask_bytes), ("topk_weights", rows * 4), ("x", rows * config.row_bytes)])

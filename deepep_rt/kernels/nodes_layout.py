@@ -137,7 +137,7 @@ class NodesLayout:
 
     @functools.cached_property
     def network(self) -> Map:
-        """Network memory: what crosses the network at its two ends. The parity of the epoch selects one of two numbers and hellos.
+        """Network memory: what crosses the network at its two ends. The parity of the epoch selects one of two counts and hellos.
 
         Chunks of dispatch and sums of combine arrive in the same place: before a rank sends, all have ended the call before.
         """

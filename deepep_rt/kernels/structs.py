@@ -118,7 +118,7 @@ State = CStruct(
     u32 copy_bandwidth_blocks;
     u32 copy_bandwidth_items;
     u32 abort;             // set by the first wait that times out; all later waits end at once
-    u32 nodes_epoch;       // launches of the throughput kernels over several nodes but route_nodes that have finished here
+    u32 nodes_epoch;       // launches of the kernels over several nodes, without route_nodes, that have finished here
     u32 nodes_blocks;      // as above, for the running one of these kernels
     u32 nodes_copied;      // tickets of each role that the running kernel has claimed
     u32 nodes_filled;
