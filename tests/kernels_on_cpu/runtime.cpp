@@ -602,6 +602,12 @@ void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
     }
     held->clear();
   }
+  // Each machine makes its contexts anew: a broken kernel may have stored to a stack that no thread used.
+  for (auto& [num_threads, all] : free_stacks) {
+    for (auto& stacks : all) {
+      for (unsigned t = 0; t < num_threads; ++t) stacks[t].waits_for_thread = false;
+    }
+  }
   forget_bulk_copies();
   runnable.clear(), finished.clear(), pending.clear(), error.clear();
   gpus.assign(num_gpus, Gpu());
