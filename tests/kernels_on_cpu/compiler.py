@@ -21,7 +21,7 @@ from deepep_rt.kernels.table import Kernel
 from . import translate
 
 HERE = Path(__file__).resolve().parent
-_OPTIONS = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w", f"-I{HERE}"]
+_OPTIONS = ["-std=c++17", "-Og", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-fwrapv", "-w", f"-I{HERE}"]
 _WHOLE_RUNTIME = ["-O3", "-flto", "-fno-semantic-interposition"]  # kernels call it at each access
 _EVERY_ACCESS = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
 
@@ -92,7 +92,7 @@ def runtime() -> ctypes.CDLL:
     return ctypes.CDLL(str(_runtime_path()), mode=ctypes.RTLD_GLOBAL)
 
 
-def load(kernel: Kernel, constants: Mapping[str, int], cuda_src: Path | None = None, *, every_access: bool = False) -> int:
+def load(kernel: Kernel, constants: Mapping[str, int], cuda_src: Path | None = None) -> int:
     """Return the address of the function that runs one thread of a kernel. It takes the address of Params. Equal sources are compiled once.
 
     This process translates a kernel once, so the files of a folder must not change afterwards.
@@ -101,13 +101,12 @@ def load(kernel: Kernel, constants: Mapping[str, int], cuda_src: Path | None = N
         kernel: An entry of the kernel table.
         constants: The constants to compile it with.
         cuda_src: The folder of the kernels; None: that of the package.
-        every_access: Report each load and store to the runtime, not only those in PTX.
     """
-    return _load(kernel, tuple(constants.items()), cuda_src, every_access)
+    return _load(kernel, tuple(constants.items()), cuda_src)
 
 
 @functools.cache
-def _load(kernel: Kernel, items: tuple[tuple[str, int], ...], cuda_src: Path | None, every_access: bool) -> int:
+def _load(kernel: Kernel, items: tuple[tuple[str, int], ...], cuda_src: Path | None) -> int:
     runtime()
     constants = dict(items)
     with tempfile.TemporaryDirectory() as name:
@@ -115,10 +114,10 @@ def _load(kernel: Kernel, items: tuple[tuple[str, int], ...], cuda_src: Path | N
         source = translate.write_sources(kernel, constants, folder, cuda_src)
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         texts = (str(path.relative_to(folder)) + path.read_text() for path in files)
-        key = _hash(_common_key(), str(every_access), *texts)
+        key = _hash(_common_key(), *texts)
 
         def make(library: Path) -> None:
-            _compile([source], folder / "kernel.o", "-c", f"-I{folder}", *(_EVERY_ACCESS if every_access else []))
+            _compile([source], folder / "kernel.o", "-c", f"-I{folder}", *_EVERY_ACCESS)
             # The runtime replaces the sanitizer's library.
             _compile([folder / "kernel.o", _runtime_path()], library, "-shared")
 

@@ -52,13 +52,10 @@ class FakeDriver:
         gpus: One for each rank.
         archs: The architecture that the kernels of each rank are compiled for.
         cuda_src: The folder of the kernels; None: that of the package.
-        weak_memory: Whether the scheduler delays stores.
         pause: Lets other work go on while the host waits.
     """
 
-    def __init__(
-        self, gpus: Gpus, archs: Sequence[str], cuda_src: Path | None, weak_memory: bool, pause: Callable[[], None]
-    ) -> None:
+    def __init__(self, gpus: Gpus, archs: Sequence[str], cuda_src: Path | None, pause: Callable[[], None]) -> None:
         self.gpus, self.num_ranks, self.pause = gpus, len(archs), pause
         self.current_rank = 0  # the rank whose Buffer is made or called
         self.symmetric: list[int] = []  # addresses of the symmetric memory of the Buffers that are being made
@@ -71,7 +68,7 @@ class FakeDriver:
         self.recorded: list[tuple[int, KernelLaunch]] | None = None  # launches, and their streams
         self.numbers = itertools.count(1000)  # of streams and events
         self.events: dict[int, tuple[Stream, int]] = {}
-        self._archs, self._cuda_src, self._weak_memory = archs, cuda_src, weak_memory
+        self._archs, self._cuda_src = archs, cuda_src
         self._functions: list[Any] = [None]
         for rank in range(self.num_ranks):
             gpus.streams[callers_stream(rank)] = Stream(rank)
@@ -187,7 +184,7 @@ class FakeDriver:
 
     def _load(self, kernel: Any, constants: Mapping[str, int], arch: str) -> launch.LoadedKernel:
         shared_bytes = constants[kernel.shared] if kernel.shared else 0
-        address = functools.cache(lambda: compiler.load(kernel, constants, self._cuda_src, every_access=self._weak_memory))
+        address = functools.cache(lambda: compiler.load(kernel, constants, self._cuda_src))
         self._functions.append((kernel, kernel.struct.dtype(constants).itemsize, address))
         return launch.LoadedKernel(len(self._functions) - 1, constants[kernel.threads], shared_bytes)
 

@@ -72,9 +72,7 @@ class Machine(AbstractContextManager):
         """The number of the first put of later Buffers with a relay."""
         self._random = random.Random(seed)
         self._gpus = Gpus(num_ranks, seed, num_sms, weak_memory)
-        self._driver = FakeDriver(
-            self._gpus, [arch] * num_ranks if isinstance(arch, str) else arch, cuda_src, weak_memory, self._pause
-        )
+        self._driver = FakeDriver(self._gpus, [arch] * num_ranks if isinstance(arch, str) else arch, cuda_src, self._pause)
         self._driver.reaches_network = transport in ("nvlink", "wire")
         self._driver.transport = "nvshmem" if transport == "nvlink" else transport
         self._driver.can_sleep = can_sleep

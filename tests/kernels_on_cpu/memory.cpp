@@ -102,6 +102,7 @@ void see_own_stores(const void* from, size_t num_bytes) {
 }
 
 void before_plain_load(const void* from, unsigned num_bytes) {
+  if (!is_weak) return;
   step(false);
   note_shared_access(from, num_bytes, false);
   see_own_stores(from, num_bytes);
@@ -115,6 +116,7 @@ struct PlainStore {
 } plain;
 
 void before_plain_store(void* to, unsigned num_bytes) {
+  if (!is_weak) return;
   step(!is_on_own_stack(to));
   note_shared_access(to, num_bytes, true);
   if (!is_remote(to)) return;
@@ -209,7 +211,7 @@ void gpu_share(int gpu, char* memory, size_t num_bytes) { regions.push_back({mem
 void gpu_watch(const void* address) { watched = address, num_watched = 0; }
 uint64_t gpu_watched() { return num_watched; }
 
-// With -fsanitize=thread, the compiler calls these before each load and store.
+// With -fsanitize=thread, the compiler calls these before each load and store. Only with weak memory does the scheduler learn of them.
 void __tsan_init() {}
 #define ACCESS(n)                                                     \
   void __tsan_read##n(void* p) { before_plain_load(p, n); }           \
@@ -222,5 +224,8 @@ ACCESS(4)
 ACCESS(8)
 ACCESS(16)
 void __tsan_read_range(void* p, size_t num_bytes) { before_plain_load(p, num_bytes); }
-void __tsan_write_range(void* p, size_t num_bytes) { num_bytes <= 16 ? before_plain_store(p, num_bytes) : step(!is_on_own_stack(p)); }
+void __tsan_write_range(void* p, size_t num_bytes) {
+  if (num_bytes <= 16) return before_plain_store(p, num_bytes);
+  if (is_weak) step(!is_on_own_stack(p));
+}
 }
