@@ -294,6 +294,17 @@ def local_rank() -> int | None:
     return _number("LOCAL_RANK")
 
 
+def meets_without_mpi() -> bool:
+    """Whether torchrun, or a launcher that sets the same variables, has started this process and others, and not MPI's.
+
+    `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` tell them where they meet. srun or mpirun may have started torchrun itself, which
+    then sets `TORCHELASTIC_RUN_ID`.
+    """
+    names = "RANK", "MASTER_ADDR", "MASTER_PORT"
+    has_launcher = launch() is not None and "TORCHELASTIC_RUN_ID" not in os.environ
+    return world_size() > 1 and all(os.environ.get(name) for name in names) and not has_launcher
+
+
 def _number(name: str) -> int | None:
     return _whole(os.environ.get(name, ""))
 

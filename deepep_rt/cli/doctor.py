@@ -35,7 +35,7 @@ def doctor(
         str | None, typer.Option(metavar="HOST:PORT", help="With --max-ranks: connect to the store where its ranks meet.")
     ] = None,
     network: Annotated[
-        bool, typer.Option("--network", help="Measure latency and bandwidth between the ranks of this mpirun.")
+        bool, typer.Option("--network", help="Measure latency and bandwidth between the ranks of this mpirun or torchrun.")
     ] = False,
     as_json: Json = False,
 ) -> None:

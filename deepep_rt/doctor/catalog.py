@@ -280,10 +280,11 @@ _ALL = (
     FindingType(
         "network-stuck",
         "doctor --network began to measure between ranks and did not end. MPI connects two ranks when they first send to "
-        "each other, so addresses that do not reach each other show only then.",
+        "each other, so addresses that do not reach each other show only then. Processes of torchrun meet in the store of "
+        "torch.distributed.",
         "The message names the ranks. Check firewalls between their hosts, and name the interface that connects them: --mca "
-        "btl_tcp_if_include (Open MPI), FI_TCP_IFACE (MPICH). Processes of another job on the same processors can also "
-        "make it slow.",
+        "btl_tcp_if_include (Open MPI), FI_TCP_IFACE (MPICH), UCX_NET_DEVICES (NIXL). Processes of another job on the same "
+        "processors can also make it slow.",
     ),
     FindingType(
         "gpus-not-measured",
@@ -293,8 +294,8 @@ _ALL = (
     ),
     FindingType(
         "relay-not-measured",
-        "doctor --network --transport nixl could not start a relay over NIXL between two nodes. A Buffer with this transport "
-        "will probably not start one either.",
+        "doctor --network could not start a relay over NIXL between two nodes. A Buffer with this transport will probably not "
+        "start one either.",
         "The message is that of the relay. It says which rank cannot use NIXL, or does not reach which other one.",
     ),
     FindingType(

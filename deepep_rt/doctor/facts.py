@@ -29,7 +29,7 @@ SHOWN = 4
 class JobReport:
     """The reports of all ranks, and the Buffer that they are to make. Input of the rules.
 
-    A report has `facts` and `failures` of `runner.run_probes`, `launch`, `rank`, `local_rank` and `group`. `other_launch` is present if a
+    A report has `facts` and `failures` of `runner.run_probes`, `launch`, and what `runner.gather` adds. `other_launch` is present if a
     launcher other than MPI's may have started the process. `store` is present if doctor has looked for one: its `place`, and the `error`.
     """
 

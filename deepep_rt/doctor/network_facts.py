@@ -37,7 +37,8 @@ def _rank_facts(report: Mapping[str, Any]) -> RankFacts:
     """Make the facts of a rank for the choice. Unknown facts are no objection."""
     host = f"{fact(report, 'machine', 'host') or 'unknown'} {report['group']}"
     remote = (fact(report, "settings", "variables") or {}).get("NVSHMEM_REMOTE_TRANSPORT", "")
-    no_mpi = NO_THREADS if report.get("mpi_threads", "multiple") not in ("multiple", "unknown") else ""
+    has_threads = report.get("mpi_threads", "multiple") in ("multiple", "unknown")
+    no_mpi = report.get("no_mpi") or ("" if has_threads else NO_THREADS)
     nics, no_nixl = fact(report, "network", "nics"), fact(report, "nixl", "error") or ""
     return facts_of(host, remote, nics, no_mpi, no_nixl) if nics is not None else RankFacts(host, "", no_mpi, no_nixl)
 

@@ -1,8 +1,8 @@
 """Measure latency and bandwidth between ranks over MPI, from host memory (`doctor --network`).
 
-The relay of `NetworkOptions(transport="mpi")` gets these rates. With `transport="nixl"`, relays over NIXL measure theirs. Between GPUs,
-Buffers measure what their kernels reach.
-`runner` calls `measure` in the child process that starts MPI, because MPI or a network may hang.
+The relay of `NetworkOptions(transport="mpi")` gets these rates. With `transport="nixl"`, and in jobs without MPI, relays over NIXL measure
+theirs. Between GPUs, Buffers measure what their kernels reach.
+`runner` calls `measure` in the child process in which the ranks meet, because MPI or a network may hang.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from ..errors import EPError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+    from ..comm.communicator import Communicator
 
 MESSAGE_BYTES = 1 << 20
 """Bytes of a large message. The relay sends chunks of this size."""
@@ -37,41 +39,48 @@ Pair = tuple[int, int]
 
 
 def measure(
-    comm: Intracomm,
+    comm: Communicator,
     nodes: Sequence[Sequence[int]],
     *,
+    mpi: Intracomm | None,
     with_gpus: bool,
     announce: Callable[[str], None],
     transport: str = "auto",
 ) -> dict[str, Any]:
     """Measure between neighbours within nodes, and between the same ranks of neighbouring nodes. Collective.
 
-    `nodes` has the ranks of each node. `announce` is called with the part that begins, so that a part that hangs can be named. With
-    `with_gpus`, Buffers measure between the GPUs too. `transport` is the one between different nodes.
+    `nodes` has the ranks of each node, and `mpi` is MPI's communicator of the same ranks, or None in a job without MPI. `announce` is
+    called with the part that begins, so that a part that hangs can be named. With `with_gpus`, Buffers measure between the GPUs too.
+    `transport` is the one between different nodes.
 
     Returns:
-        `links`: a dictionary for each pair of ranks, with `where` ("near" or "far"), `ranks`, `us` (a small message one way), `gb_s` and
-        `back_gb_s` (large messages in each direction, while other ranks rest) and `together_gb_s` (one direction, while all pairs send both
-        ways). With NIXL `relay`: what relays over it reach, as `measure_relays` returns it. `gpus`: rates between GPUs, or `reason` why
-        there are none.
+        `links`, over MPI: a dictionary for each pair of ranks, with `where` ("near" or "far"), `ranks`, `us` (a small message one way),
+        `gb_s` and `back_gb_s` (large messages in each direction, while other ranks rest) and `together_gb_s` (one direction, while all
+        pairs send both ways). With NIXL `relay`: what relays over it reach, as `measure_relays` returns it. `gpus`: rates between GPUs,
+        or `reason` why there are none.
     """
-    links: dict[Pair, dict[str, Any]] = {}
-    for where, first, every in (("near", *_near_pairs(nodes)), ("far", *_far_pairs(nodes))):
-        for pairs in _rounds(first):
-            announce(f"{where}, {_names(pairs)}")
-            for pair, rates in _round(comm, pairs, _alone):
-                links[pair] = {"where": where, "ranks": list(pair), **rates}
-        for pairs in _rounds(every):
-            announce(f"{where}, all pairs at once")
-            for pair, rates in _round(comm, pairs, _together):
-                links.setdefault(pair, {"where": where, "ranks": list(pair)}).update(rates)
-    found: dict[str, Any] = {"nodes": [list(node) for node in nodes], "links": list(links.values())}
-    if transport == "nixl" and len(nodes) > 1:
+    links = [] if mpi is None else _measure_messages(mpi, nodes, announce)
+    found: dict[str, Any] = {"nodes": [list(node) for node in nodes], "links": links}
+    if (transport == "nixl" or (transport == "auto" and mpi is None)) and len(nodes) > 1:
         found["relay"] = measure_relays(comm, nodes, announce)
     if with_gpus:
         announce("between the GPUs")
         found["gpus"] = measure_gpus(comm, nodes, transport)
     return found
+
+
+def _measure_messages(mpi: Intracomm, nodes: Sequence[Sequence[int]], announce: Callable[[str], None]) -> list[dict[str, Any]]:
+    links: dict[Pair, dict[str, Any]] = {}
+    for where, first, every in (("near", *_near_pairs(nodes)), ("far", *_far_pairs(nodes))):
+        for pairs in _rounds(first):
+            announce(f"{where}, {_names(pairs)}")
+            for pair, rates in _round(mpi, pairs, _alone):
+                links[pair] = {"where": where, "ranks": list(pair), **rates}
+        for pairs in _rounds(every):
+            announce(f"{where}, all pairs at once")
+            for pair, rates in _round(mpi, pairs, _together):
+                links.setdefault(pair, {"where": where, "ranks": list(pair)}).update(rates)
+    return list(links.values())
 
 
 def _near_pairs(nodes: Sequence[Sequence[int]]) -> tuple[list[Pair], list[Pair]]:
@@ -208,24 +217,23 @@ def _wait(requests: Sequence[Any]) -> None:
 # --- over NIXL --------------------------------------------------------------------------------------------------------------------
 
 
-def measure_relays(comm: Intracomm, nodes: Sequence[Sequence[int]], announce: Callable[[str], None]) -> dict[str, Any]:
+def measure_relays(comm: Communicator, nodes: Sequence[Sequence[int]], announce: Callable[[str], None]) -> dict[str, Any]:
     """Measure between the first ranks of neighbouring nodes with relays over NIXL. Collective.
 
     Returns:
         `links`: a dictionary for each pair, with `ranks`, `us`, `gb_s` and `back_gb_s`. Instead `reason`: why there is no relay.
     """
-    from ..comm.mpi import MpiCommunicator
     from .relay_rates import relay_rates
 
     links, rank = [], comm.Get_rank()
     for pairs in _rounds(_far_pairs(nodes)[0]):
         announce(f"relays over NIXL, {_names(pairs)}")
         mine = next((pair for pair in pairs if rank in pair), None)
-        ranks: Any = comm.Split(pairs.index(mine) if mine else len(pairs), mine.index(rank) if mine else rank)
+        ranks = comm.sub_comm(mine or (rank,))
         found: dict[str, Any] = {}
         if mine:
             try:
-                found = {"ranks": list(mine), **relay_rates(MpiCommunicator(ranks), "nixl", _RELAY_TIMEOUT_S)}
+                found = {"ranks": list(mine), **relay_rates(ranks, "nixl", _RELAY_TIMEOUT_S)}
             except EPError as error:
                 found = {"reason": f"rank {rank}: {error}"}
         for source, answer in enumerate(comm.allgather(found)):
@@ -240,7 +248,7 @@ def measure_relays(comm: Intracomm, nodes: Sequence[Sequence[int]], announce: Ca
 # --- between GPUs ------------------------------------------------------------------------------------------------------------------
 
 
-def measure_gpus(comm: Intracomm, nodes: Sequence[Sequence[int]], transport: str) -> dict[str, Any]:
+def measure_gpus(comm: Communicator, nodes: Sequence[Sequence[int]], transport: str) -> dict[str, Any]:
     """Measure between the GPUs with Buffers, while all ranks send at the same time. Collective. The arguments are those of `measure`.
 
     Returns:
@@ -256,7 +264,7 @@ def measure_gpus(comm: Intracomm, nodes: Sequence[Sequence[int]], transport: str
             found["far"] = _far_gpus(comm, len(nodes[0]), transport)
         if len(nodes[0]) > 1:
             mine = next(i for i, node in enumerate(nodes) if comm.Get_rank() in node)
-            found["near"] = {str(mine): _near_gpus(comm, mine)}
+            found["near"] = {str(mine): _near_gpus(comm, nodes[mine])}
     except EPError as error:
         found = {"reason": f"rank {comm.Get_rank()}: {error}"}
     answers = comm.allgather(found)  # also after a failure of some ranks, so that all of them come here once
@@ -267,12 +275,13 @@ def measure_gpus(comm: Intracomm, nodes: Sequence[Sequence[int]], transport: str
     return found
 
 
-def _far_gpus(comm: Intracomm, node_size: int, transport: str) -> dict[str, Any]:
+def _far_gpus(comm: Communicator, node_size: int, transport: str) -> dict[str, Any]:
     from ..buffer import Buffer, backend_of
     from ..network import NetworkOptions
 
     network, sizes = NetworkOptions(transport=transport), _sizes(comm.Get_size(), node_size)
-    with Buffer(comm, **sizes, network=network) as buffer:
+    ranks: Any = comm
+    with Buffer(ranks, **sizes, network=network) as buffer:
         rate, description = buffer.copy_ceiling(), buffer.describe()
         if (measured := description.measured) is not None:
             latencies = {"near_us": 1e6 * measured.near_latency_s, "us": 1e6 * measured.far_latency_s}
@@ -282,10 +291,10 @@ def _far_gpus(comm: Intracomm, node_size: int, transport: str) -> dict[str, Any]
     return {"gb_s": rate / 1e9, "transport": description.transport, **latencies}
 
 
-def _near_gpus(comm: Intracomm, node: int) -> float:
+def _near_gpus(comm: Communicator, node: Sequence[int]) -> float:
     from ..buffer import Buffer
 
-    group: Any = comm.Split(node, comm.Get_rank())
+    group: Any = comm.sub_comm(node)
     with Buffer(group, **_sizes(group.Get_size(), group.Get_size())) as buffer:
         return buffer.copy_ceiling() / 1e9
 

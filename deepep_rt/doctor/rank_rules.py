@@ -15,7 +15,7 @@ from .memory_facts import NVSHMEM, provider_of
 
 def _mpi_library(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:
     if error := fact(report, "mpi", "error"):
-        yield Finding.of("no-mpi4py", "error", error)
+        yield Finding.of("no-mpi4py", "note" if report.get("no_mpi") else "error", error)  # ranks that met without it need none
 
 
 def _gpu(job: JobReport, report: Mapping[str, Any]) -> Iterator[Finding]:

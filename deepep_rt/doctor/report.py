@@ -47,9 +47,13 @@ def examine(
     if rendezvous is not None:
         report["store"] = {"place": rendezvous, "error": _store_error(rendezvous)}
     rank, reports, failure, network = 0, [{**report, **ALONE}], None, None
-    if fact(report, "mpi", "error") is None:
-        request = NetworkRequest(_ranks_per_node(sizes), backend != "host", transport) if measure_network else None
+    # A shell may define torchrun's variables. Only a measurement needs the other processes.
+    without_mpi = measure_network and _env.meets_without_mpi()
+    if without_mpi or fact(report, "mpi", "error") is None:
+        request = NetworkRequest(_ranks_per_node(sizes), backend != "host", transport, without_mpi) if measure_network else None
         rank, reports, failure, network = gather(report, network=request)
+        if without_mpi and failure is not None:
+            failure, network = None, {"failure": f"the processes of torchrun did not meet: {failure}"}
     if len(reports) == 1:  # without MPI's answer, the launcher's variables tell the rank
         rank = launch["rank"] if launch else 0
         if other_launch["size"] > 1:

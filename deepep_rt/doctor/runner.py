@@ -3,22 +3,25 @@
 `python -m deepep_rt.doctor.runner NAME...` is a child that runs probes and prints a line of JSON for each. If it dies or hangs, the running
 probe has failed, and another child runs the remaining ones. `python -m deepep_rt.doctor.runner --gather` reads this rank's report and
 prints the reports of all ranks. On request it also measures the network between them. Only this child starts MPI, so that doctor can report
-an MPI that does not start.
+an MPI that does not start. Processes of torchrun meet in the store of torch.distributed instead.
 """
 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from .. import _env
+from ..comm.communicator import Communicator
 from ..errors import EPError
 from .gpus import loaded
 from .probes import PROBES
@@ -31,6 +34,9 @@ GATHER_LIMIT_S = 90.0
 
 NETWORK_LIMIT_S = 180.0
 """Limit of the measurements between ranks. Compiling a kernel for the GPUs takes part of it."""
+
+_END_S = 10.0
+"""Limit of the wait for other ranks that still read from the store."""
 
 ALONE = {"rank": 0, "local_rank": 0, "group": 0}
 """The entries that `gather` adds to the report of a single process."""
@@ -102,14 +108,16 @@ def exit_text(status: int, errors: str) -> str:
 def gather(
     report: dict[str, Any], limit_s: float = GATHER_LIMIT_S, network: NetworkRequest | None = None
 ) -> tuple[int, list[dict[str, Any]], str | None, dict[str, Any] | None]:
-    """Exchange the reports of all ranks, and measure the network between them if asked for. Collective over MPI's world.
+    """Exchange the reports of all ranks, and measure the network between them if asked for. Collective over MPI's world, or over the
+    processes of torchrun.
 
     `limit_s` is for the exchange alone.
 
     Returns:
         This rank, the reports by rank, None, and the measurement. Each report gets `rank`, `local_rank` (number among the ranks of its
-        host), `group` (the lowest rank of that host), `mpi_threads` (the level of thread support that MPI grants) and `mpi_cuda` (whether
-        MPI sends from GPU memory). If MPI fails: 0, this report, the reason, and None. If only the measurement fails, it has `failure`.
+        host) and `group` (the lowest rank of that host). With MPI it gets `mpi_threads` (the level of thread support that MPI grants) and
+        `mpi_cuda` (whether MPI sends from GPU memory), otherwise `no_mpi`, the reason why no relay over MPI can work. If the ranks do not
+        meet: 0, this report, the reason, and None. If only the measurement fails, it has `failure`.
     """
     text = json.dumps({"report": report, "network": network and network._asdict()})
     child = [*_MODULE, "--gather"]
@@ -140,6 +148,7 @@ class NetworkRequest(NamedTuple):
     ranks_per_node: int | None = None  # None: those of a host
     with_gpus: bool = False  # whether to measure between GPUs too
     transport: str = "auto"  # between them, as for `NetworkOptions`
+    without_mpi: bool = False  # the processes are those of torchrun
     limit_s: float = NETWORK_LIMIT_S  # of the measurement
 
 
@@ -179,24 +188,49 @@ def _gather() -> None:
     write = _answer_writer()
     asked = json.loads(sys.stdin.read())
     report, network = asked["report"], asked["network"]
+    with _met_without_mpi() if network is not None and network["without_mpi"] else _met_in_mpi() as (comm, mpi, facts):
+        rank, here = comm.Get_rank(), comm.ranks_on_host()
+        place = {"rank": rank, "local_rank": here.index(rank), "group": here[0], **facts}
+        reports = comm.allgather({**report, **place})
+        write({"rank": rank, "reports": reports})
+        if network is not None:
+            from .network_rates import measure
+
+            nodes = nodes_of(reports, network["ranks_per_node"])
+            with_gpus = network["with_gpus"] and all((each["facts"].get("driver") or {}).get("gpus") for each in reports)
+            options: dict[str, Any] = {"mpi": mpi, "with_gpus": with_gpus, "transport": network["transport"]}
+            write({"network": measure(comm, nodes, announce=lambda part: write({"part": part}), **options)})
+
+
+_Met = tuple[Communicator, Any, dict[str, Any]]
+"""The ranks, MPI's communicator of them or None, and entries of this rank's report."""
+
+
+@contextmanager
+def _met_in_mpi() -> Iterator[_Met]:
+    """Start MPI."""
     from mpi4py import MPI
 
     from ..comm.mpi import MpiCommunicator
 
-    comm = MpiCommunicator(MPI.COMM_WORLD)
-    rank, here = comm.Get_rank(), comm.ranks_on_host()
     levels = {getattr(MPI, f"THREAD_{name.upper()}"): name for name in ("single", "funneled", "serialized", "multiple")}
     threads = levels.get(MPI.Query_thread(), "unknown")
-    place = {"rank": rank, "local_rank": here.index(rank), "group": here[0], "mpi_threads": threads, "mpi_cuda": _knows_cuda()}
-    reports = comm.allgather({**report, **place})
-    write({"rank": rank, "reports": reports})
-    if network is not None:
-        from .network_rates import measure
+    yield MpiCommunicator(MPI.COMM_WORLD), MPI.COMM_WORLD, {"mpi_threads": threads, "mpi_cuda": _knows_cuda()}
 
-        nodes = nodes_of(reports, network["ranks_per_node"])
-        with_gpus = network["with_gpus"] and all((each["facts"].get("driver") or {}).get("gpus") for each in reports)
-        options: dict[str, Any] = {"with_gpus": with_gpus, "transport": network["transport"]}
-        write({"network": measure(MPI.COMM_WORLD, nodes, announce=lambda part: write({"part": part}), **options)})
+
+@contextmanager
+def _met_without_mpi() -> Iterator[_Met]:
+    """Meet in the store of torch.distributed, which rank 0 holds if torchrun does not."""
+    import torch.distributed as dist
+
+    from ..comm.store import StoreCommunicator
+
+    store, rank, size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=GATHER_LIMIT_S)))
+    yield StoreCommunicator(store, "deepep_rt/doctor", rank, size), None, {"no_mpi": StoreCommunicator.relay_objection}
+    ends = [f"deepep_rt/doctor/end/{number}" for number in range(size)]
+    store.set(ends[rank], "")
+    if rank == 0:
+        store.wait(ends, datetime.timedelta(seconds=_END_S))  # the store ends with this process
 
 
 def _knows_cuda() -> bool | None:

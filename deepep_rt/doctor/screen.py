@@ -44,7 +44,8 @@ def _title(job: JobReport) -> Text:
     hosts = list(job.hosts)
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     ranks = f"{len(job.reports)} rank{'s' if len(job.reports) > 1 else ''}"
-    processes = f"{ranks}, started by {launch['launcher']}" if launch else "1 process"
+    launcher = launch["launcher"] if launch else "torchrun" if len(job.reports) > 1 else None
+    processes = f"{ranks}, started by {launcher}" if launcher else "1 process"
     return Text.assemble((f"deepep_rt {fact(report, 'python', 'deepep_rt')}", "bold"), f" on {where}, {processes}")
 
 
@@ -249,9 +250,9 @@ def _rates_table(job: JobReport) -> Any:
         ]
         rows.append([*cells, found.expectation()])
     if not rows:
-        return Text(
-            "No rates between ranks: " + ("the measurement failed." if "failure" in (job.network or {}) else "there is one rank.")
-        )
+        is_alone, has_failed = len(job.reports) == 1, "failure" in (job.network or {})
+        none = "there is one rank." if is_alone else "without MPI, doctor measures between nodes and between GPUs."
+        return Text("No rates between ranks: " + ("the measurement failed." if has_failed else none))
     columns = ("link", "pairs", "us", "GB/s", "all at once", "slowest", "expected")
     return _table("Rates between ranks (MPI: from host memory, one pair of a node at a time)", columns, rows, no_wrap=False)
 

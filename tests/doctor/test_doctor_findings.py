@@ -28,6 +28,7 @@ from doctor_machines import (
     set_other_launch,
     set_paths,
     set_threads,
+    set_without_mpi,
 )
 from paths import ROOT
 
@@ -100,6 +101,7 @@ GROUPS_OF_4 = dict(ranks=8, sizes={**SIZES, "ranks_per_node": 4})
 # Type, level, machine, fault and text of each finding.
 CASES: list[tuple[str, str, dict[str, Any], Callable[[JobReport], None], str]] = [
     ("no-mpi4py", "error", ONE_PROCESS, set_facts("mpi", error="ModuleNotFoundError: No module named 'mpi4py'", library=None), "mpi4py"),
+    ("no-mpi4py", "note", TWO_HOSTS, combined(set_facts("mpi", error="No module", library=None), set_without_mpi), "No module"),
     ("no-mpirun", "warning", ONE_PROCESS, set_facts("mpi", mpirun=None, mpirun_family=None), "no mpirun"),
     ("wrong-mpirun", "warning", ONE_PROCESS, set_facts("mpi", mpirun_family="MPICH", mpirun_version="5.0"), "is of MPICH 5.0"),
     ("wrong-mpirun", "error", dict(ranks=2), keep_one_rank, "started 2 processes"),

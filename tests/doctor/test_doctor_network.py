@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,14 @@ import pytest
 
 pytest.importorskip("typer")
 
-from doctor_command import Doctor, program
+from doctor_command import Doctor, found_text, levels, program
 from doctor_machines import SIZES, link, machine, measured, set_facts, set_gpus, set_nic, set_nvml, set_paths, set_threads
 from launch import python_on, run_checks
 from paths import ROOT
 from without import starting_with
 
+from deepep_rt import _env
+from deepep_rt.comm.nixl_traffic import nixl_objection
 from deepep_rt.description import BufferDescription, LinkRates
 from deepep_rt.doctor import addresses, network_facts, network_rates, report, runner, screen
 from deepep_rt.doctor.links import LINK_KINDS, nic_kind, tcp_kind
@@ -37,6 +42,72 @@ def test_two_ranks_as_declared_by_the_environment(doctor: Doctor) -> None:
     assert re.search(r"^far, MPI +1 ", done.stdout, re.MULTILINE)
     assert not re.search(r"^near, MPI", done.stdout, re.MULTILINE)
     assert "2 GB/s, below 5 us (shared memory between processes of a host, through MPI)" in done.stdout
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+def test_processes_of_torchrun(doctor: Doctor, tmp_path: Path) -> None:
+    """They have no MPI. Relays over NIXL need none."""
+    command = [sys.executable, *TORCHRUN, *program("--network", "--ranks-per-node", "1", "--backend", "host", "--json")[1:]]
+    answer = doctor.json(command=command, **starting_with(tmp_path, "import sys\nsys.modules['mpi4py.MPI'] = None\n"))
+    assert levels(answer)["no-mpi4py"] == "note"
+    assert [report["rank"] for report in answer["ranks"]] == [0, 1]
+    assert "other-launcher" not in levels(answer)
+    assert answer["network"]["links"] == []
+    if (objection := nixl_objection()) == "":
+        ((link_,),) = (answer["network"]["relay"]["links"],)
+        assert link_["ranks"] == [0, 1]
+        assert min(link_["us"], link_["gb_s"], link_["back_gb_s"]) > 0
+    else:
+        assert objection in found_text(answer, "relay-not-measured")
+    text = doctor.run([sys.executable, *TORCHRUN, *program("--network", "--backend", "host")[1:]], COLUMNS="200").stdout
+    assert "2 ranks, started by torchrun" in text
+    assert "No rates between ranks: without MPI, doctor measures between nodes and between GPUs." in text
+
+
+def test_processes_of_torchrun_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI has no part in that."""
+    alone, asked = {"facts": {}, "failures": {}}, []
+
+    def gather(mine: Any, network: Any) -> Any:
+        asked.append(network.without_mpi)
+        return 0, [{**mine, **runner.ALONE}], "its process ended with status 1: no store", None
+
+    monkeypatch.setattr(report, "run_probes", lambda: alone)
+    monkeypatch.setattr(report, "gather", gather)
+    for name, value in dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
+        monkeypatch.setenv(name, value)
+    job, prints = report.examine({}, None, "host", measure_network=True)
+    assert prints
+    assert asked == [True]
+    assert job.mpi_failure is None
+    assert job.network == {"failure": "the processes of torchrun did not meet: its process ended with status 1: no store"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_met"),
+    [
+        (dict(WORLD_SIZE="2", RANK="1", MASTER_ADDR="a", MASTER_PORT="1"), True),
+        (dict(WORLD_SIZE="1", RANK="0", MASTER_ADDR="a", MASTER_PORT="1"), False),
+        (dict(WORLD_SIZE="2", RANK="1"), False),
+        (dict(WORLD_SIZE="2", RANK="1", MASTER_ADDR="a", MASTER_PORT="1", PMI_RANK="1", PMI_SIZE="2"), False),
+        # srun has started torchrun, once on each host
+        (
+            dict(WORLD_SIZE="2", RANK="1", MASTER_ADDR="a", MASTER_PORT="1", PMI_RANK="0", PMI_SIZE="1", TORCHELASTIC_RUN_ID="x"),
+            True,
+        ),
+    ],
+)
+def test_who_meets_without_mpi(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_met: bool) -> None:
+    for name in (*os.environ,):
+        if name.startswith(("OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert _env.meets_without_mpi() == is_met
 
 
 def test_a_part_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -76,7 +147,7 @@ class OneRank:
     def Get_size(self) -> int:
         return 2
 
-    def Split(self, color: int, key: int) -> OneRank:
+    def sub_comm(self, ranks: Any) -> OneRank:
         return self
 
     def allgather(self, value: Any) -> list[Any]:

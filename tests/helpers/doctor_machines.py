@@ -157,6 +157,10 @@ def set_other_launch(size: int, local_rank: int | None) -> Callable[[JobReport],
     return on_every_rank(lambda one: one.update(other_launch={"size": size, "local_rank": local_rank}))
 
 
+set_without_mpi = on_every_rank(lambda one: one.update(no_mpi="a store"))
+"""Let the ranks meet without MPI."""
+
+
 def set_threads(level: str) -> Callable[[JobReport], None]:
     """Change the level of threads that MPI grants."""
     return on_every_rank(lambda one: one.update(mpi_threads=level))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpi4py import MPI
 from spmd import main
 
+from deepep_rt.comm.mpi import MpiCommunicator
 from deepep_rt.comm.nixl_traffic import nixl_objection
 from deepep_rt.doctor.network_rates import measure, measure_relays
 
@@ -12,7 +13,7 @@ from deepep_rt.doctor.network_rates import measure, measure_relays
 def check_pairs_and_rates(comm: MPI.Intracomm) -> None:
     """Two nodes of two ranks: each node's pair, the pair between the nodes, and all pairs at once. All ranks know everything."""
     parts: list[str] = []
-    found = measure(comm, [[0, 1], [2, 3]], with_gpus=False, announce=parts.append)
+    found = measure(MpiCommunicator(comm), [[0, 1], [2, 3]], mpi=comm, with_gpus=False, announce=parts.append)
     assert comm.allgather(found) == [found] * 4
     assert found["nodes"] == [[0, 1], [2, 3]]
     links = {(each["where"], *each["ranks"]): each for each in found["links"]}
@@ -36,7 +37,7 @@ def check_relays_over_nixl(comm: MPI.Intracomm) -> None:
     if comm.Get_rank() == 3:
         return
     parts: list[str] = []
-    found = measure_relays(ranks, [[0], [1], [2]], parts.append)
+    found = measure_relays(MpiCommunicator(ranks), [[0], [1], [2]], parts.append)
     assert ranks.allgather(found) == [found] * 3
     if nixl_objection():
         assert "cannot make an agent of NIXL: " in found["reason"]
