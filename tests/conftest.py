@@ -31,6 +31,7 @@ kept.folder()  # before a test sets DEEPEP_RT_CACHE_DIR
 
 # Workers take whole files in this order. A long file at the end would leave the others idle.
 SLOWEST_FIRST = (
+    "test_slots_on_cpu",
     "test_host_backend",
     "test_torch",
     "test_nodes_on_cpu",
@@ -39,7 +40,6 @@ SLOWEST_FIRST = (
     "test_cli",
     "test_compat",
     "test_kernels_on_cpu",
-    "test_slots_on_cpu",
     "test_jax",
     "test_examples",
     "test_doctor_gpus",
