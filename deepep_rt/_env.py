@@ -162,6 +162,11 @@ def nvshmem_transport() -> str:
     return os.environ.get("NVSHMEM_REMOTE_TRANSPORT", "")
 
 
+def ucx_net_devices() -> str:
+    """`UCX_NET_DEVICES`: the networks that UCX may use, and with it NIXL; empty if UCX chooses."""
+    return os.environ.get("UCX_NET_DEVICES", "")
+
+
 _SYMMETRIC_MEMORY = "auto", "heap", "nvshmem"
 DEFAULT_SYMMETRIC_MEMORY = "auto"
 MEMORY_WAYS = "sockets", "files", "pidfd", "fabric", "ipc"

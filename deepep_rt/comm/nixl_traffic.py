@@ -14,12 +14,14 @@ import importlib.util
 import logging
 import os
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from .. import _env
 from ..errors import EPUnavailableError
 from .communicator import Communicator
 from .relay_puts import Mirror, Put, PutRing, RelayPeers
@@ -62,8 +64,19 @@ def no_connection(rank: str, cause: str) -> EPUnavailableError:
     """Make the error about a rank that does not reach another one. `cause` names that one."""
     return EPUnavailableError(
         f"transport='nixl', but {rank} does not reach {cause}; expected a network that both have. Set UCX_TLS and UCX_NET_DEVICES to "
-        f"the same networks on all hosts, or pass transport='mpi'."
+        f"the same networks on all hosts, look for a firewall between them, or pass transport='mpi'."
     )
+
+
+def unreached(rank: str, why: str) -> str:
+    """Return the words for the agent of a rank that this one does not reach, with the networks that UCX may use here."""
+    devices = _env.ucx_net_devices()
+    return f"the agent of {rank}{f' over {devices}' if devices else ''}: {why}"
+
+
+def silence(limit_s: float) -> str:
+    """Return the words for an agent that does not answer."""
+    return f"no answer within {limit_s:g} s, half of timeout_s"
 
 
 class _Address(NamedTuple):
@@ -86,7 +99,7 @@ class NixlTraffic(RelayTraffic):
     """See `RelayTraffic`. Collective.
 
     Raises:
-        EPUnavailableError: on all ranks, if one cannot make an agent, or cannot register its memory.
+        EPUnavailableError: on all ranks, if one cannot make an agent, cannot register its memory, or does not reach another one.
     """
 
     message_bytes = 8 << 10  # longer ones take UCX several times as long
@@ -119,12 +132,26 @@ class NixlTraffic(RelayTraffic):
         self._linger_until: float | None = None
 
     def _connect(self, peers: RelayPeers) -> str:
-        """Meet the agents of the other ranks. Return the reason why one cannot be reached, or an empty text."""
+        """Meet the agents of the other ranks. Return the reason why one cannot be reached, or an empty text.
+
+        If nothing answers, as behind a firewall, UCX waits for two minutes, and nothing can interrupt it. Meanwhile the other ranks wait
+        for this one. So it takes half of the limit at most.
+        """
+        found, limit_s = list[str](), peers.timeout_s / 2
+        meeting = threading.Thread(target=lambda: found.append(self._meet_agents(peers)), name="deepep_rt agents", daemon=True)
+        meeting.start()
+        meeting.join(limit_s)
+        if found:
+            return found[0]
+        silent = next((rank for rank in peers.ranks if rank not in self._names), peers.ranks[-1])
+        return unreached(peers.describe(silent), silence(limit_s))
+
+    def _meet_agents(self, peers: RelayPeers) -> str:
         for rank in peers.ranks:
             try:
                 name = self._agent.add_remote_agent(self._addresses[rank].metadata)
             except Exception as error:  # of any kind that NIXL has
-                return f"the agent of {peers.describe(rank)}: {type(error).__name__}: {error}"
+                return unreached(peers.describe(rank), f"{type(error).__name__}: {error}")
             self._names[rank] = name.decode() if isinstance(name, bytes) else name
         return ""
 

@@ -155,7 +155,7 @@ class RelayPeers:
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout_s: float, now: float, node_size: int) -> None:
-        self._rank, self._timeout_s, self._node_size = rank, timeout_s, node_size
+        self._rank, self.timeout_s, self._node_size = rank, timeout_s, node_size
         self.ranks = [peer for peer in range(num_ranks) if peer != rank]
         self._period_s = timeout_s / HEARTBEATS_PER_TIMEOUT
         self._turn_at, self._elapsed_s, self._heartbeat_at = now, 0.0, 0.0
@@ -201,7 +201,7 @@ class RelayPeers:
         """Return the error about a relay that failed, ended, or is silent."""
         for rank, cause in self._failures.items():
             return self._error(rank, f"failed: {cause}. Fix the cause on rank {rank}")
-        limit_s = _SILENCE * self._timeout_s
+        limit_s = _SILENCE * self.timeout_s
         silence_s, rank = max(((self._elapsed_s - self._heard_at[peer], peer) for peer in self.ranks), default=(0.0, -1))
         if silence_s <= limit_s:
             return None
@@ -216,5 +216,5 @@ class RelayPeers:
         )
 
     def _error(self, peer: int, found: str) -> EPTimeoutError:
-        text = f"timeout_s={self._timeout_s:g}; expected a relay that runs on every rank, but the relay of {self.describe(peer)} {found}."
+        text = f"timeout_s={self.timeout_s:g}; expected a relay that runs on every rank, but the relay of {self.describe(peer)} {found}."
         return EPTimeoutError(text, rank=self._rank, peer=peer, phase=PHASE, node=self.node_of(peer))

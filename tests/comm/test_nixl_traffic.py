@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import limits
 import numpy as np
 import pytest
 from memory_store import make_ranks, on_all, outcome
@@ -107,9 +110,9 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> dict[str, Agent]:
 class Rank:
     """The memory of a rank, its ring and its traffic."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, timeout_s: float = 10.0) -> None:
         self.memory, self.ring = np.zeros(2 * NUM_PUTS * PUT_BYTES // 8 + 64, np.uint64), np.zeros(NUM_PUTS, DESCRIPTOR)
-        self.peers = RelayPeers(comm.Get_rank(), comm.Get_size(), 10.0, 0.0, node_size=1)
+        self.peers = RelayPeers(comm.Get_rank(), comm.Get_size(), timeout_s, 0.0, node_size=1)
         mirror = Mirror(self.memory.ctypes.data, self.memory.nbytes, 0)
         self.traffic = NixlTraffic(comm, PutRing(self.ring.ctypes.data, NUM_PUTS, DESCRIPTOR), mirror, self.peers)
 
@@ -223,3 +226,39 @@ def test_all_ranks_learn_that_two_have_no_network(nixl: dict[str, Agent], monkey
     for error in on_all(make_ranks(3), lambda comm: outcome(lambda: Rank(comm))):
         assert isinstance(error, EPUnavailableError)
         assert "does not reach the agent of rank" in str(error)
+
+
+def test_all_ranks_learn_that_a_connection_gets_no_answer(nixl: dict[str, Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall drops the packets of rank 1 to rank 2. NIXL waits two minutes for them, and half of the limit is 0.2 s."""
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth1")
+    may_answer, met, limit_s = threading.Event(), Agent.add_remote_agent, 0.2
+
+    def meet(agent: Agent, metadata: bytes) -> bytes:
+        names = list(nixl)
+        if (agent.name, metadata.decode()) == (names[1], names[2]):
+            may_answer.wait()
+        return met(agent, metadata)
+
+    monkeypatch.setattr(Agent, "add_remote_agent", meet)
+    monkeypatch.setattr(nixl_traffic.NixlTraffic, "_make_agent", in_order(nixl))
+    start = time.monotonic()
+    for error in on_all(make_ranks(3), lambda comm: outcome(lambda: Rank(comm, 2 * limit_s))):
+        assert isinstance(error, EPUnavailableError)
+        assert str(error).startswith(
+            "transport='nixl', but rank 1 on node 1 does not reach the agent of rank 2 on node 2 over eth1: no answer within 0.2 s, half "
+            "of timeout_s; expected a network that both have. "
+        )
+    assert time.monotonic() - start < limits.seconds(10 * limit_s)
+    may_answer.set()
+
+
+def in_order(agents: dict[str, Agent]) -> Any:
+    """Return a `_make_agent` with which the agents come in the order of the ranks."""
+    make = NixlTraffic._make_agent
+
+    def make_after_lower_ranks(traffic: NixlTraffic) -> Any:
+        while len(agents) < traffic._rank:
+            time.sleep(1e-3)
+        return make(traffic)
+
+    return make_after_lower_ranks

@@ -18,7 +18,7 @@ import model
 from deepep_rt.backends.agreement import _check_same
 from deepep_rt.backends.overflow import too_many_rows
 from deepep_rt.backends.path_choice import call_times, choose_path
-from deepep_rt.comm.nixl_traffic import nixl_objection, no_agent, no_connection
+from deepep_rt.comm.nixl_traffic import nixl_objection, no_agent, no_connection, silence, unreached
 from deepep_rt.comm.relay_puts import RelayPeers
 from deepep_rt.comm.store import StoreCommunicator
 from deepep_rt.config import Config
@@ -95,15 +95,17 @@ def raised(call: Callable[[], Any]) -> str:
         ("NIXL cannot make", lambda: fail(no_agent("rank 3 on node 1", "nixlBackendError: NIXL_ERR_BACKEND"))),
         (
             "ranks have no network of NIXL",
-            lambda: fail(
-                no_connection("rank 0 on node 0", "the agent of rank 1 on node 1: nixlBackendError: NIXL_ERR_BACKEND")
-            ),
+            lambda: fail(no_connection("rank 0 on node 0", unreached("rank 1 on node 1", "nixlBackendError: NIXL_ERR_BACKEND"))),
         ),
+        ("a firewall", lambda: fail(no_connection("rank 1 on node 1", unreached("rank 0 on node 0", silence(150))))),
         ("a process is killed", lambda: relay_error("the connection was lost (NIXL_ERR_REMOTE_DISCONNECT)")),
         ("a relay fails", lambda: relay_error("MemoryError")),
     ],
 )  # fmt: skip
-def test_errors_of_the_page_are_those_of_the_library(fault: str, call: Callable[[], Any]) -> None:
+def test_errors_of_the_page_are_those_of_the_library(
+    monkeypatch: pytest.MonkeyPatch, fault: str, call: Callable[[], Any]
+) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)  # the error would name them
     (shown,) = (message for name, message in FAULTS.items() if name.startswith(fault))
     assert raised(call).startswith(shown.removesuffix("."))
 
@@ -118,7 +120,7 @@ def test_silent_relays_and_full_results() -> None:
 
 
 def test_the_page_names_every_fault_once() -> None:
-    assert len(FAULTS) == 13
+    assert len(FAULTS) == 14
 
 
 # --- the path ----------------------------------------------------------------------------------------------------------------------

@@ -44,8 +44,10 @@ def rank_of(rank: int, ranks: int, how: str, port: int, pipe: Connection) -> Non
             os.environ |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo" if is_last else another_network()}
         elif is_last:
             os.environ["UCX_TLS"] = "self"
-        no_agent, no_network = f"{last} cannot make an agent of NIXL: ", f"rank 0 on node 0 does not reach the agent of {last}: "
-        expected = no_agent if how == "no-agent" else no_network
+        if how == "no-agent":
+            expected = f"{last} cannot make an agent of NIXL: "
+        else:
+            expected = f"rank 0 on node 0 does not reach the agent of {last} over {another_network()}: "
         with raises(EPUnavailableError, f"transport='nixl', but {expected}"):
             RelayRank(comm, 64, **settings)
         pipe.send(("done", 0.0, ""))
