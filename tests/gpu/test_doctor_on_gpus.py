@@ -22,6 +22,7 @@ pytest.importorskip("typer")
 from gpu_buffers import make  # noqa: E402
 
 from deepep_rt import Buffer  # noqa: E402
+from deepep_rt.comm.mpi import MpiCommunicator  # noqa: E402
 from deepep_rt.doctor import network_rates  # noqa: E402
 from deepep_rt.doctor import runner as doctor_run  # noqa: E402
 from deepep_rt.doctor.facts import JobReport, gpu_of  # noqa: E402
@@ -53,9 +54,14 @@ def only_rank_0(comm):
         pytest.skip("rank 0 runs it")
 
 
+def measured(comm, nodes, **options):
+    """Measure over MPI and between the GPUs, as `doctor --network` does."""
+    return network_rates.measure(MpiCommunicator(comm), nodes, mpi=comm, with_gpus=True, announce=lambda part: None, **options)
+
+
 def test_rates_between_ranks(comm):
     """`doctor --network` on this job's ranks: over MPI, and between the GPUs of the node with a Buffer."""
-    found = network_rates.measure(comm, [list(range(comm.Get_size()))], with_gpus=True, announce=lambda part: None)
+    found = measured(comm, [list(range(comm.Get_size()))])
     assert "reason" not in found["gpus"], found["gpus"]
     if comm.Get_size() > 1:
         assert found["gpus"]["near"]["0"] > 1
@@ -68,7 +74,7 @@ def test_rates_between_nodes_of_one_rank(comm, transport):
     if comm.Get_size() == 1:
         pytest.skip("one rank has no other node")
     nodes = [[rank] for rank in range(comm.Get_size())]
-    found = network_rates.measure(comm, nodes, with_gpus=True, transport=transport, announce=lambda part: None)
+    found = measured(comm, nodes, transport=transport)
     assert "reason" not in found["gpus"], found["gpus"]
     far = found["gpus"]["far"]
     assert far["gb_s"] > 0
