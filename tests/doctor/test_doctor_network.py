@@ -68,6 +68,15 @@ def test_processes_of_torchrun(doctor: Doctor, tmp_path: Path) -> None:
     assert "No rates between ranks: without MPI, doctor measures between nodes and between GPUs." in text
 
 
+def set_launcher(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    """Set variables of launchers, and no others."""
+    others = ("OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+    for name in [name for name in os.environ if name.startswith(others)]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_processes_of_torchrun_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """MPI has no part in that."""
     alone, asked = {"facts": {}, "failures": {}}, []
@@ -78,8 +87,7 @@ def test_processes_of_torchrun_that_do_not_meet(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(report, "run_probes", lambda: alone)
     monkeypatch.setattr(report, "gather", gather)
-    for name, value in dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
-        monkeypatch.setenv(name, value)
+    set_launcher(monkeypatch, WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     job, prints = report.examine({}, None, "host", measure_network=True)
     assert prints
     assert asked == [True]
@@ -102,11 +110,7 @@ def test_processes_of_torchrun_that_do_not_meet(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_who_meets_without_mpi(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], is_met: bool) -> None:
-    for name in (*os.environ,):
-        if name.startswith(("OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")):
-            monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    set_launcher(monkeypatch, **variables)
     assert _env.meets_without_mpi() == is_met
 
 

@@ -42,7 +42,8 @@ struct Registers {
 #define SAVE(registers) __builtin_setjmp((registers).words)
 #define RESTORE(registers) __builtin_longjmp((registers).words, 1)
 
-// A stack of a thread. A thread that ends leaves its stack at the start of the next thread there: to make a new context takes system calls.
+// A stack of a thread. A thread that ends leaves its stack at the start of the next thread of its machine there: to make a new context
+// takes system calls.
 struct Stack {
   char* memory;
   Registers registers;
@@ -602,7 +603,7 @@ void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
     }
     held->clear();
   }
-  // Each machine makes its contexts anew: a broken kernel may have stored to a stack that no thread used.
+  // Each machine makes its contexts anew: a kernel of an earlier one may have stored to a stack that no thread used.
   for (auto& [num_threads, all] : free_stacks) {
     for (auto& stacks : all) {
       for (unsigned t = 0; t < num_threads; ++t) stacks[t].waits_for_thread = false;
