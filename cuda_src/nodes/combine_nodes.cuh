@@ -28,8 +28,14 @@
 // k + 1 after it has heard all of them. For the same reason, other nodes may then write sums of call k + 1 here, where
 // sums or chunks of call k lay. Words and flags need no reset: they hold the epoch.
 //
-// Bytes: a row that another rank reads is copied once here, and crosses NVLink once to a gateway or to its token's rank. A sum crosses the
-// network once for each flow of its token, and is read once there. A put reads and writes it once more here.
+// Rows in place: if y lies in the pool, the node's ranks read it there. The caller may overwrite y after the end of this kernel. So the
+// last block of each rank raises a flag at all ranks of its node: its rank reads no more rows. A rank whose rows stay in place waits for
+// these flags at its end. Before that it has done all that others wait for, so no rank waits for ever. They are the flags of
+// dispatch_nodes, which says why one for each rank is enough. A rank that has timed out raises none. A rank that waits for it times out
+// too. After that its caller may overwrite rows that a slow rank still reads.
+//
+// Bytes: a row that another rank reads is copied once here, unless it stays in place. It crosses NVLink once to a gateway or to its token's
+// rank. A sum crosses the network once for each flow of its token, and is read once there. A put reads and writes it once more here.
 #pragma once
 #include "nodes/combine_nodes_send.cuh"
 
@@ -214,6 +220,16 @@ struct PlainSums {
   }
 };
 
+// Called by a warp of the last block: tells the ranks of this node that this rank has read their rows. If they read y itself, waits until
+// they have.
+__device__ inline void end_reads(const Params& p, u32 epoch) {
+  const int lane = lane_idx();
+  if (lane >= kRanksPerNode || was_aborted(p)) return;
+  st_release_sys(at<u32>(p.peers[near_rank(p, lane)], kControlNodeFlags) + near_index(p.rank), epoch);
+  if (exposes_in_place(p))
+    wait_epoch(p, at<const u32>(p.peers[p.rank], kControlNodeFlags) + lane, epoch, kPhaseExposedRows, near_rank(p, lane));
+}
+
 // `num_threads` threads share the work.
 __device__ inline void poison_results(const Params& p, u64 thread, u64 num_threads) {
   poison(p.out, static_cast<u64>(p.num_tokens) * kRowBytes, thread, num_threads);
@@ -252,6 +268,7 @@ __device__ __forceinline__ void combine_over_nodes(const Params& p, Routes& rout
   __syncthreads();
 
   if (warp != 0 || !is_warp_of_last_block(&state->nodes_blocks)) return;
+  if (kRanksPerNode > 1 && routes.verdict == kAgreed) end_reads(p, epoch);
   if (__any_sync(~0u, routes.verdict != kAgreed || was_aborted(p))) poison_results(p, lane, 32);
   if (lane == 0) {
     count_rows(p, routes.verdict != kAgreed);

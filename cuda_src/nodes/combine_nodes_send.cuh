@@ -60,6 +60,9 @@ __device__ __forceinline__ const float* weights_at(u64 array, i64 row) { return 
 
 // --- rows of this node --------------------------------------------------------------------------------------------------------------
 
+// Whether the rows of y lie where this rank exposes them, so that only their weights are copied. Other ranks need not know.
+__device__ __forceinline__ bool exposes_in_place(const Params& p) { return p.y == p.peers[p.rank] + p.exposed_offset; }
+
 // Exposes rows to ranks of this node, kExposedRows for each flag. Rows that only this rank reads stay where they are: those of its own
 // tokens, and those whose sums it makes.
 struct ExposedRows {
@@ -100,9 +103,10 @@ struct ExposedRows {
       float* to = at<float>(base, p.exposed_weights_offset);
       for (i64 i = first * kNumTopk + lane; i < last * kNumTopk; i += 32) to[i] = weights_at(p.topk_weights, 0)[i];
     }
-    rows.count = static_cast<int>(last - first);
+    const bool stays = exposes_in_place(p);
+    rows.count = stays ? 1 : static_cast<int>(last - first);  // a row without a place, for the signal
     rows.from = p.y + (first + lane) * kRowBytes;
-    rows.to[0] = is_own(first + lane) ? 0 : base + p.exposed_offset + (first + lane) * kRowBytes;
+    rows.to[0] = stays || is_own(first + lane) ? 0 : base + p.exposed_offset + (first + lane) * kRowBytes;
     rows.when_read = kNoSignal;
     rows.when_written = signal_of(kExposedSignal, 0, chunk);
     return true;

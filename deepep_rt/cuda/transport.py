@@ -176,7 +176,7 @@ class SymmetricMemory(Protocol):
 
     @property
     def peers(self) -> Sequence[int]:
-        """Address of each rank's region, for this rank's GPU; 0 if the GPU cannot reach the rank directly."""
+        """Address of each rank's region, for this rank's GPU: `ptr` for its own; 0 if the GPU cannot reach the rank directly."""
 
     @property
     def network_ids(self) -> Sequence[int]:

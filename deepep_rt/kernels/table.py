@@ -329,7 +329,7 @@ _COMBINE = (
 _COMBINE_NODES = (
     _SUMS
     + """
-    u64 exposed_offset;     // where this rank exposes rows: offsets from its symmetric base
+    u64 exposed_offset;     // where this rank exposes rows, or where y lies already: offsets from its symmetric base
     u64 exposed_weights_offset;
     i64 capacity;           // rows of y
     u64 call_signature;     // all ranks must agree on it

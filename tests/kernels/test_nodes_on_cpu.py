@@ -14,6 +14,7 @@ from deepep_rt.backends.cuda import expert_rows, link_rates, network_memory
 from deepep_rt.cuda import driver
 from deepep_rt.kernels import layout, nodes_layout, structs
 from tests.kernels_on_cpu import compiler, fake_driver
+from tests.kernels_on_cpu.device_arrays import DeviceArray
 from tests.kernels_on_cpu.machine import Machine
 from tests.kernels_on_cpu.rounds import (
     ThroughputRound,
@@ -22,6 +23,7 @@ from tests.kernels_on_cpu.rounds import (
     compressed_rounds,
     expert_rounds,
     fails,
+    in_place_rounds,
     low_latency_rounds,
     opaque_rounds,
     run_rounds,
@@ -111,6 +113,23 @@ def test_a_silent_rank_of_a_wire(monkeypatch):
         machine.run()
         with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1 on node 1"):
             buffers[0].check()
+
+
+@pytest.mark.parametrize(
+    ("seed", "arch", "path", "how"),
+    [
+        (0, "sm_90", "hierarchical", {}),
+        pytest.param(1, "sm_80", "hierarchical", dict(with_weights=False), marks=pytest.mark.full),
+        pytest.param(2, "sm_90", "direct", dict(with_weights=False), marks=pytest.mark.full),
+        pytest.param(3, "sm_80", "direct", {}, marks=pytest.mark.full),
+        pytest.param(4, "sm_90", "hierarchical", dict(compress="fp8"), marks=pytest.mark.full),
+        pytest.param(5, "sm_90", "direct", dict(compress="fp8"), marks=pytest.mark.full),
+    ],
+)
+def test_rows_that_peers_read_in_place(seed, arch, path, how):
+    hidden = dict(hidden=640) if how.get("compress") else {}
+    with Machine(4, seed, arch, num_sms=(None, 1)[seed % 2], weak_memory=True, transport=("nvlink", "mpi")[seed % 2]) as machine:
+        in_place_rounds(machine, machine.buffers(**{**TWO_BY_TWO, **hidden}, path=path), seed, 4, **how)
 
 
 @pytest.mark.parametrize("seed", seeds(2))
@@ -450,7 +469,10 @@ def test_no_memory_to_grow(layout, monkeypatch):
 def calls_along(machine, buffer, rank, handle, layout):
     """Make all calls that use the handle of a dispatch. Return what they give."""
     x, y = (machine.put(rank, np.ones((n, 64), ml_dtypes.bfloat16)) for n in (40, handle.num_recv_rows))
-    found = [buffer.dispatch(x, handle=handle).recv_x, buffer.combine(y, handle).x]
+    sent = buffer.dispatch(x, handle=handle)
+    rows = sent.views["x"]  # in memory that has grown, if the rows are many
+    again = DeviceArray(rank, rows.ptr, rows.shape, rows.dtype)
+    found = [sent.recv_x, buffer.combine(y, handle).x, buffer.combine(again, handle).x]
     if layout == "expert":
         return [*found, buffer.combine(y, handle, reduce="topk").x]
     step = buffer.prepare_throughput(x, handle)
@@ -551,6 +573,37 @@ def test_a_missing_wait_fails(tmp_path, sizes, how, file, pattern, replacement):
         throughput_rounds(machine, machine.buffers(**settings), seed, 4)
 
     assert fails(folder, run, num_ranks, **how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        pytest.param(r"if \(exposes_in_place\(p\)\)\s+wait_epoch", "if (false) wait_epoch", id="wait"),
+        pytest.param(r"if \(kRanksPerNode > 1 && routes[^;]*;", "", id="flags"),
+    ],
+)
+def test_a_mistake_at_the_end_of_rows_in_place_fails(tmp_path, pattern, replacement):
+    """Without its flags, the wait times out."""
+    folder = broken(tmp_path, "nodes/combine_nodes.cuh", pattern, replacement)
+    assert fails(folder, lambda machine, seed: in_place_rounds(machine, machine.buffers(**TWO_BY_TWO), seed, 4), 4, **NVLINK)
+
+
+def test_a_rank_that_never_ends_its_reads(tmp_path):
+    """A rank that exposes rows in place names it, and its sums are NaN."""
+    folder = broken(tmp_path, "nodes/combine_nodes.cuh", r"(lane >= kRanksPerNode) \|\| was_aborted\(p\)", r"\1 || p.rank == 1")
+    with Machine(4, 0, cuda_src=folder, **NVLINK) as machine:
+        buffers = machine.buffers(**TWO_BY_TWO)
+        inputs, back = ThroughputRound(machine, buffers, 5, tokens=lambda rank: 9).inputs, []
+        for rank, buffer in enumerate(buffers):
+            sent = dispatch(machine, buffer, rank, inputs[rank])
+            rows = sent.views["x"]
+            back.append(buffer.combine(DeviceArray(rank, rows.ptr, rows.shape, rows.dtype), sent.handle))
+        machine.run()
+        with pytest.raises(EPTimeoutError, match="rank 0 waited 1 s for rank 1") as caught:
+            buffers[0].check()
+        assert caught.value.phase == "the rows of combine on another rank of this node"
+        assert [bool(np.isnan(one.x.astype(np.float32)).all()) for one in back] == [True, False, False, False]
 
 
 def windows_without_rows(machine, seed):

@@ -334,6 +334,39 @@ def prepared_throughput_rounds(machine, buffers, seed, count):
         assert_same(array_at(out.ptr, out.shape, out.dtype), wanted)
 
 
+def in_place_rounds(machine, buffers, seed, count, compress=None, with_weights=True):
+    """Queue dispatches, each with a combine of rows that lie where it has brought rows, and then run them.
+
+    Work behind the combine writes there at once, and so do peers in the next dispatch. A combine of the same rows in other memory has to
+    give the same bits. In some rounds, a rank has its rows elsewhere in both combines.
+    """
+    config, put, found = buffers[0].config, machine.put, []
+    shape = config.num_max_recv_tokens, config.hidden
+    for i in range(count):
+        for rank, (buffer, mine) in enumerate(zip(buffers, inputs_of(config, 100 * seed + i), strict=True)):
+            draw = np.random.default_rng([seed, i, rank, 9])
+            y = put(rank, draw.standard_normal(shape, np.float32).astype(mine.x.dtype))
+            weights = put(rank, draw.random((shape[0], config.num_topk), np.float32)) if with_weights else None
+            sent = buffer.dispatch(put(rank, mine.x), put(rank, mine.topk_idx), num_worst_tokens=shape[0])
+            ptr, num_bytes, rubbish = (
+                sent.views["x"].ptr,
+                shape[0] * config.row_bytes,
+                put(rank, np.full(shape, 77, mine.x.dtype)),
+            )
+            assert buffer._backend.throughput.results.offset_in_pool(ptr, num_bytes) is not None
+            driver.copy_async(ptr, y.ptr, num_bytes, callers_stream(rank))
+            for in_place in (rank != i % config.num_ranks, False):
+                rows = DeviceArray(rank, ptr, shape, y.dtype) if in_place else y
+                back = buffer.combine(rows, sent.handle, topk_weights=weights, compress=compress)
+                driver.copy_async(ptr, rubbish.ptr, num_bytes, callers_stream(rank))
+                found.append((back.x, back.topk_weights))
+    machine.run()
+    for (x, weights), (copied, copied_weights) in zip(found[::2], found[1::2], strict=True):
+        assert_same(x, copied)
+        if with_weights:
+            assert_same(weights, copied_weights)
+
+
 def expert_rounds(machine, buffers, seed, count):
     """Run rounds whose rows lie expert by expert, between rounds by token."""
     layouts = ("expert", "token")

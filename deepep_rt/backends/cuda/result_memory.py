@@ -79,7 +79,7 @@ class ResultMemory:
         self._segments: list[tuple[int, int]] = []  # that the pool has grown by: offset and bytes
         self._counts_use, self._most_bytes_in_use, self._num_copies = counts_use, 0, 0
         self._base, self._offsets, self._stream_pool = base, regions.offsets, stream_pool
-        self._landing_bytes = regions.sizes["landing"]
+        self._landing_bytes, self._pool_bytes = regions.sizes["landing"], regions.sizes["pool"]
         self._order, self._copy_when_full, self._has_logged_copies = order, copy_when_full, False
         self.pool, self._sums = (
             Pool(base + regions.offsets[name], regions.sizes[name], cell=regions.sizes[name] // num_slots)
@@ -128,6 +128,14 @@ class ResultMemory:
     def offset_of(self, block: Block) -> int:
         """The offset of a block in symmetric memory."""
         return self._offsets["pool"] + block.offset
+
+    def offset_in_pool(self, ptr: int, num_bytes: int) -> int | None:
+        """Return the offset in symmetric memory of bytes that lie in the pool. None: they lie elsewhere."""
+        begin = ptr - self._base
+        for first, size in ((self._offsets["pool"], self._pool_bytes), *self._segments):
+            if first <= begin and begin + num_bytes <= first + size:
+                return begin
+        return None
 
     @property
     def use(self) -> PoolUse:

@@ -18,7 +18,7 @@ from ...comm.consensus import agree_on_measurement
 from ...config import COMBINE_DTYPES, MAX_NODES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
 from ...cuda.pool import Block
 from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
-from ...jit.launch import Launcher
+from ...jit.launch import Launcher, PreparedLaunch
 from ...kernels.nodes_layout import NodesLayout
 from ...kernels.regions import Map
 from ...results import CombineResult, DispatchHandle, DispatchResult, Event, Views
@@ -319,6 +319,10 @@ class RowMover(ABC):
         self._add_combine_params(params, x.row_bytes, sent_bytes, handle.num_recv_rows, pack(inputs.signature))
         return self._runtime.launcher(kernel, x.dtype), params
 
+    def rows_setter(self, launch: PreparedLaunch, row_bytes: int, capacity: int) -> Callable[[int], None]:
+        """Return a function that lets later launches of a prepared combine read other rows. It gets their address."""
+        return launch.member("y")
+
     @abstractmethod
     def copy_ceilings(self, row_bytes: int, num_rows: int, iterations: int) -> dict[str, float]:
         """Measure how fast rows and copies reach the other ranks; see `Buffer.copy_ceilings`."""
@@ -464,20 +468,35 @@ class NodesThroughput(RowMover):
         capacity: int,
         signature: int,
     ) -> None:
-        exposed = self._nodes.staging(row_bytes).offsets
-        first = self._landing
-        if capacity > self._config.num_max_recv_tokens:
-            first = next(self.results.offset_of(block) for rows, block in self._exposed if rows >= capacity)
-            exposed = self._nodes.exposed(capacity, row_bytes).offsets
         has_weights = params["topk_weights"] != 0
+        exposed, exposed_weights = self._exposed_offsets(params["y"], row_bytes, capacity)
         params.update(
-            exposed_offset=first + exposed["exposed"],
-            exposed_weights_offset=first + exposed["exposed_weights"],
+            exposed_offset=exposed,
+            exposed_weights_offset=exposed_weights,
             capacity=capacity,
             call_signature=signature,
             chunk_tokens=self._nodes.chunk(sent_bytes, 0, 0, has_weights).num_tokens,
             sum_stride=self._nodes.sum_stride(sent_bytes, with_weights=has_weights),
         )
+
+    def _exposed_offsets(self, y: int, row_bytes: int, capacity: int) -> tuple[int, int]:
+        """Return where a combine exposes its rows and their weights. Rows in the pool stay where they are: the node's ranks reach them."""
+        exposed, first = self._nodes.staging(row_bytes).offsets, self._landing
+        if capacity > self._config.num_max_recv_tokens:
+            first = next(self.results.offset_of(block) for rows, block in self._exposed if rows >= capacity)
+            exposed = self._nodes.exposed(capacity, row_bytes).offsets
+        in_place = self.results.offset_in_pool(y, capacity * row_bytes) if self._config.node_size > 1 else None
+        return first + exposed["exposed"] if in_place is None else in_place, first + exposed["exposed_weights"]
+
+    def rows_setter(self, launch: PreparedLaunch, row_bytes: int, capacity: int) -> Callable[[int], None]:
+        """See `RowMover.rows_setter`."""
+        set_y, set_exposed = launch.member("y"), launch.member("exposed_offset")
+
+        def set_rows(y: int) -> None:
+            set_y(y)
+            set_exposed(self._exposed_offsets(y, row_bytes, capacity)[0])
+
+        return set_rows
 
 
 class Rows(Protocol):
@@ -615,4 +634,5 @@ class PreparedThroughput:
         of_rows = replace(y, owner=None)  # the results have the dtype and the library of y, and do not hold y
         make_views = functools.partial(combine_views, self._runtime, of_rows, handle.num_tokens, *shown, sums)
         self._combine.set_launch(launch, lambda event, stream: CombineResult(event, make_views(stream)))
-        self._set_address_of_rows, self._format = launch.member("y"), (y.dtype, y.framework)
+        self._set_address_of_rows = self._by_token.rows_setter(launch, y.row_bytes, handle.num_recv_rows)
+        self._format = y.dtype, y.framework

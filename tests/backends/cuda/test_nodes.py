@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from calls_on_fake_gpu import LowLatencyCalls, ThroughputCalls
-from fake_gpu import Array, FakeGpu, arguments, fake, like, make, routed
+from fake_gpu import BASE, Array, FakeGpu, arguments, fake, like, make, region, routed
 
 from deepep_rt import EPOutOfMemoryError, EPTimeoutError, NetworkOptions
 from deepep_rt.backends.cuda import network_memory, runtime
@@ -53,6 +54,37 @@ def test_a_chunk_fits_its_slot(fake: FakeGpu, make: Any) -> None:
             assert dispatch.chunk_rows + dispatch.chunk_tokens * dispatch.row_bytes <= nodes.slot_bytes
             assert dispatch.chunk_scales + dispatch.chunk_tokens * dispatch.scale_bytes <= dispatch.chunk_rows
             assert dispatch.chunk_rows % 128 == 0
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_rows_of_a_result_stay_in_place(ranks_per_node: int, prepared: bool, fake: FakeGpu, make: Any) -> None:
+    """Peers read them where they lie, unless they reach past the pool or no other rank of the node exists."""
+    with make(**{**RELAY, "ranks_per_node": ranks_per_node}) as buffer:
+        calls, landing, pool = ThroughputCalls(fake, buffer), region(buffer, "landing"), region(buffer, "pool")
+        sent, num_bytes = calls.route(), calls.num_rows * buffer.config.row_bytes
+        step = buffer.prepare_throughput(calls.x, sent.handle) if prepared else None
+        fake.pop_launches()
+        for first, in_place in (
+            (sent.recv_x.ptr, True),
+            (sent.recv_x.ptr + 16, True),
+            (pool.stop - num_bytes, True),
+            (pool.stop - num_bytes + 16, False),
+            (pool.start - 16, False),
+            (calls.y().ptr, False),
+        ):
+            y = replace(sent.recv_x, ptr=first)
+            if step is None:
+                buffer.combine(y, sent.handle)
+            else:
+                step.combine(y)
+            (combine,) = fake.pop_launches()
+            assert combine.y == first
+            if in_place and ranks_per_node > 1:
+                assert BASE + combine.exposed_offset == first
+            else:
+                assert BASE + combine.exposed_offset in landing
+            assert BASE + combine.exposed_weights_offset in landing
 
 
 def test_calls_do_not_arrange_memory_anew(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,28 @@ def test_a_full_pool_grows(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     assert memory.reserve(4096, call(), None).offset == POOL
 
 
+def test_which_memory_lies_in_the_pool(gpu: Gpu) -> None:
+    """The pool, and segments that it has grown by and still has."""
+    memory, last = gpu.memory(growing=Room()), POOL + 4096
+    held = [memory.reserve(4096, call(), None) for _ in range(2)]
+    segment = held[1].offset
+    for offset, num_bytes in ((POOL, 4096), (POOL + 48, 512), (last - 16, 16), (segment, 4096), (segment + 2048, 2048)):
+        assert memory.offset_in_pool(BASE + offset, num_bytes) == offset
+    for offset, num_bytes in (
+        (POOL - 16, 32),
+        (last - 16, 32),
+        (last, 16),
+        (LANDING, 16),
+        (SUMS, 16),
+        (-BASE, 0),
+        (segment, 4097),
+    ):
+        assert memory.offset_in_pool(BASE + offset, num_bytes) is None
+    del held[1]
+    memory.shrink()
+    assert memory.offset_in_pool(BASE + segment, 16) is None
+
+
 def test_captured_sums_take_memory_that_grows(gpu: Gpu) -> None:
     """A capture cannot allocate other memory."""
     room, capture = Room(), CapturedGraph(STREAM)
