@@ -98,10 +98,10 @@ __device__ inline void bulk_copy(u64 to, u64 from, u64 num_bytes, char* stages, 
 //
 // Reuse of memory: the warp refills a stage once the engine has read it. The warp learns later that the bytes are written. It waits for
 // that only when kUnwritten more items are in flight.
-template <int kStages, class Next, class Target, class Load, class Store, class Written>
+template <int kStages, int kUnwritten = 4, class Next, class Target, class Load, class Store, class Written>
 __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next next, Target target, Load load, Store store,
                                               Written written) {
-  constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kUnwritten = 4;
+  constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling;
   static_assert(kStages >= 2 && kStages <= 32);
   const int lane = lane_idx();
   fence_bulk_copies();  // the block has acquired the targets' addresses and the permission to write

@@ -7,8 +7,7 @@
 constexpr int kRowVecs = kRowBytes / 16;
 
 __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* stages, u64* barriers, CopyProgress& progress) {
-  const int num_workers = gridDim.x * kCombineCopyWarps;
-  WorkIterator work(queue_of(p, routes, num_workers), [](int) {});
+  WorkIterator work(queue_of(p, routes), [](int) {});
   auto target = [&](int item) { return target_of(routes, chunk_at(p, routes, item)); };
   auto load = [&](int item, char* stage, u64* barrier) {
     const Chunk c = chunk_at(p, routes, item);
@@ -32,12 +31,11 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     st_release_block(&progress.written, count);
     if (all) st_release_block(&progress.done, 1);
   };
-  bulk_pipeline<kCombineStages>(stages, barriers, [&] { return work.next(); }, target, load, store, written);
+  bulk_pipeline<kCombineStages, 1>(stages, barriers, [&] { return work.next(); }, target, load, store, written);
 }
 
 __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, u32 epoch) {
-  const int num_workers = gridDim.x * kCombineCopyWarps;
-  WorkIterator work(queue_of(p, routes, num_workers), [](int) {});
+  WorkIterator work(queue_of(p, routes), [](int) {});
   for (int item = work.next(); item >= 0; item = work.next()) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) continue;
@@ -53,22 +51,24 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
 
 // This loop waits for memory, so each lane has up to 16 vectors in flight. With statistics, code for some members has registers for 12.
 template <bool kHasBias, int kBound>
-__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kBound], int token) {
+__device__ __forceinline__ void reduce_share(const Params& p, const u64 (&rows)[kBound], const Share& share) {
   constexpr int kInFlight = kHasStatistics && kBound < kNumRanks ? 12 : 16, kAtOnce = kInFlight / kBound < 7 ? kInFlight / kBound : 7;
-  const u64 offset = static_cast<u64>(token) * kRowBytes;
-  for (int first = lane_idx(); first < kRowVecs; first += 32 * kAtOnce) {
+  const u64 offset = static_cast<u64>(share.token) * kRowBytes;
+  const int vectors = (kRowVecs + share.num_parts - 1) / share.num_parts, begin = share.part * vectors,
+            end = min(begin + vectors, kRowVecs);
+  for (int first = begin + lane_idx(); first < end; first += 32 * kAtOnce) {
     Vec16 held[kAtOnce][kBound];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
       for (int r = 0; r < kBound; ++r) {
-        if (rows[r] && first + i * 32 < kRowVecs) held[i][r] = ld_streaming(at<const Vec16>(rows[r], 0) + first + i * 32);
+        if (rows[r] && first + i * 32 < end) held[i][r] = ld_streaming(at<const Vec16>(rows[r], 0) + first + i * 32);
       }
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int v = first + i * 32;
-      if (v >= kRowVecs) break;
+      if (v >= end) break;
       float sum[kPerVec<kElement>] = {};
 #pragma unroll
       for (int r = 0; r < kBound; ++r) {

@@ -5,7 +5,7 @@
 // the source's tokens. A transfer is therefore a plain copy of chunks. Staging at the source has one row for each (token, rank) that
 // dispatch sent: first the rows of rank 0, then those of rank 1, and so on.
 //
-// Roles of the warps in each block:
+// Roles of the warps:
 // - Copy warps (num_copy_warps) push chunks of kChunkRows rows.
 // - One signal warp raises a flag for each chunk that is written. A flag needs a fence, and a fence takes as long as many rows. The signal
 //   warp raises all due flags after each fence, and copy warps wait for no fence. Without TMA, a copy warp writes with its own stores and
@@ -14,6 +14,10 @@
 //   and in rank order.
 // Copy warps never wait for reduce warps, and staging holds all rows. The kernel therefore cannot deadlock while the blocks of each rank
 // get to run.
+//
+// Blocks: with few of them, each block has warps of all roles. Otherwise the first kCopyBlocks blocks copy, as many as fill the links. All
+// other blocks only reduce. More copies would wait in a queue in front of the links, and the flags behind them. Sums would take from the
+// copies what an SM can move.
 //
 // Protocol:
 // 1. Each rank publishes its receive window (recv_window.cuh).
@@ -28,11 +32,18 @@
 #include "common/work.cuh"
 #include "throughput/recv_window.cuh"
 
-// Whether rows of the own rank stay where they are, and the sums read them there. With few blocks, what an SM can move limits the call, and
-// this saves a copy. With more blocks the copy is faster: it reads ahead, and the sums then find the rows in L2. With many ranks, few rows
-// are of the own rank, and registers are short.
+// Whether some blocks copy and the others reduce. Compressed rows need all blocks for the conversion.
+__device__ __forceinline__ bool has_copy_blocks() { return kCopyBlocks > 0 && kSentRowBytes == kRowBytes && gridDim.x >= kFewBlocks; }
+
+__device__ __forceinline__ bool copies() { return !has_copy_blocks() || blockIdx.x < kCopyBlocks; }
+__device__ __forceinline__ int num_copy_blocks() { return has_copy_blocks() ? kCopyBlocks : gridDim.x; }
+
+// Whether rows of the own rank stay where they are, and the sums read them there. That saves a copy where copy blocks or few blocks limit
+// the call. Otherwise the copy is faster: it reads ahead, and the sums then find the rows in L2. With many ranks, few rows are of the own
+// rank.
 __device__ __forceinline__ bool reads_own_rows(const Members& members) {
-  return kSentRowBytes == kRowBytes && members.count() <= 3 && gridDim.x < kCopyOwnRowsBlocks;
+  if (has_copy_blocks()) return true;
+  return kSentRowBytes == kRowBytes && members.count() <= 3 && gridDim.x < kFewBlocks;
 }
 
 // Where rows are compressed, few blocks need many copy warps, which convert. Many blocks need many reduce warps, which wait for memory.
@@ -120,7 +131,8 @@ __device__ __forceinline__ void raise_flag(const Params& p, const Chunk& c, u32 
   st_relaxed_sys(at<u32>(p.peers[c.rank], kControlCombineFlags) + p.rank * kMaxCombineChunks + c.idx, epoch);
 }
 
-__device__ inline WorkQueue queue_of(const Params& p, const Routes& routes, int num_workers) {
+__device__ inline WorkQueue queue_of(const Params& p, const Routes& routes) {
+  const int num_workers = num_copy_blocks() * num_copy_warps();
   const int max_chunks = (routes.max_rows + kChunkRows - 1) / kChunkRows, num_targets = routes.count() - (reads_own_rows(routes) ? 1 : 0);
   return make_work_queue(&at<State>(p.state, 0)->combine_items, max_chunks * num_targets, num_workers, kCombineItemsPerTicket);
 }
@@ -149,10 +161,34 @@ __device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 
   }
 }
 
-// Adds up the rows at the given addresses and writes the token. Address 0: no row. With biases it adds those too, in code of its own: a
-// call without biases would step over their instructions one by one. Each kernel defines it.
+// What a reduce warp adds up at a time: a token, or a part of its channels.
+struct Share {
+  int token, part, num_parts;
+};
+
+// The shares of a call. With copy blocks, most reduce warps have nothing to do when the last rows arrive. So kLastParts of them share each
+// of the last tokens, which are kLastTokens for each block.
+struct Shares {
+  static constexpr int kLastParts = 4, kLastTokens = 8;
+  int num_whole, count;
+
+  __device__ explicit Shares(int num_tokens) {
+    const int blocks = gridDim.x;
+    num_whole = has_copy_blocks() ? max(0, num_tokens - kLastTokens * blocks) : num_tokens;
+    count = num_whole + kLastParts * (num_tokens - num_whole);
+  }
+
+  __device__ __forceinline__ Share at(int item) const {
+    if (!has_copy_blocks() || item < num_whole) return {item, 0, 1};
+    const int last = item - num_whole;
+    return {num_whole + last / kLastParts, last % kLastParts, kLastParts};
+  }
+};
+
+// Adds up the rows at the given addresses and writes the share of the token. Address 0: no row. With biases it adds those too, in code of
+// its own: a call without biases would step over their instructions one by one. Each kernel defines it.
 template <bool kHasBias, int kBound>
-__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kBound], int token);
+__device__ __forceinline__ void reduce_share(const Params& p, const u64 (&rows)[kBound], const Share& share);
 
 // There are at most kBound members.
 template <bool kHasBias, int kBound>
@@ -160,40 +196,45 @@ __device__ __forceinline__ void reduce_tokens(const Params& p, const Routes& rou
   const int lane = lane_idx();
   const u64 base = p.peers[p.rank];
   const u32* flags = at<const u32>(base, kControlCombineFlags);
-  auto reads_own = [&] { return kBound <= 4 && reads_own_rows(routes); };  // with more, the compiler sees that it does not
-  int position = -1, next_position = -1;                                   // of the row from rank `lane`; -1: that rank sends none
-  int num_received = 0;                                                    // for the statistics
-  auto prefetch = [&](int token) {
+  constexpr bool kMayReadOwnRows = kSentRowBytes == kRowBytes && (kBound <= 4 || kCopyBlocks > 0);
+  int position = -1, next_position = -1;  // of the row from rank `lane`; -1: that rank sends none
+  int num_received = 0;                   // for the statistics
+  const Shares shares(p.num_tokens);
+  auto prefetch = [&](int item) {
+    const int token = shares.at(item).token;
     position = next_position;
     const bool exists = lane < kNumRanks && token < p.num_tokens;
     next_position = exists ? at<const i32>(p.handle, kHandleSendPos)[token * kNumRanks + lane] : -1;
   };
-  WorkIterator work({&at<State>(p.state, 0)->combine_tokens, p.num_tokens, 1}, prefetch);
-  for (int token = work.next(); token >= 0; token = work.next()) {
-    const bool is_here = lane == p.rank && reads_own();
+  WorkIterator work({&at<State>(p.state, 0)->combine_tokens, shares.count, 1}, prefetch);
+  for (int item = work.next(); item >= 0; item = work.next()) {
+    const Share share = shares.at(item);
+    const bool is_here = kMayReadOwnRows && lane == p.rank && reads_own_rows(routes);
     bool ok = true;
     if (position >= 0 && !is_here)
       ok = wait_epoch(p, flags + lane * kMaxCombineChunks + position / kChunkRows, epoch, kPhaseCombineRows, lane);
     const bool all_ok = __all_sync(~0u, ok);
     __syncwarp();  // all lanes may read what lanes 0 .. kNumRanks-1 acquired
     if (!all_ok) return;
-    if constexpr (kHasStatistics) num_received += __popc(__ballot_sync(~0u, position >= 0));
+    if (kHasStatistics && share.part == 0) num_received += __popc(__ballot_sync(~0u, position >= 0));
     const i64 my_row = position >= 0 ? position + (is_here ? routes.from_row[lane] : routes.staged_row[lane]) : -1;
+    const u64 staged_x = base + p.recv_x_offset, staged_weights = base + p.recv_topk_weights_offset;
+    const u64 my_x = is_here ? p.y : staged_x, my_weights = is_here ? p.topk_weights : staged_weights;
     u64 rows[kBound];  // addresses of the token's rows, for each member; 0: that rank sent none
     float weight = 0;
 #pragma unroll
     for (int m = 0; m < kBound; ++m) {
       const int r = kBound < kNumRanks ? routes.at(m) : m;  // an absent rank sends none
-      const bool in_y = r == p.rank && reads_own();
       const i64 row = __shfl_sync(~0u, my_row, r);
-      rows[m] = row >= 0 ? (in_y ? p.y : base + p.recv_x_offset) + row * kSentRowBytes : 0;
-      if (p.topk_weights && row >= 0 && lane < kNumTopk) {
-        const u64 weights = in_y ? p.topk_weights : base + p.recv_topk_weights_offset;
-        weight += ld_relaxed_sys(at<const float>(weights, 0) + row * kNumTopk + lane);  // L1 may hold an old line
+      rows[m] = row >= 0 ? (kMayReadOwnRows ? __shfl_sync(~0u, my_x, r) : staged_x) + row * kSentRowBytes : 0;
+      if (p.topk_weights && row >= 0 && share.part == 0) {
+        const u64 weights = kMayReadOwnRows ? __shfl_sync(~0u, my_weights, r) : staged_weights;
+        if (lane < kNumTopk) weight += ld_relaxed_sys(at<const float>(weights, 0) + row * kNumTopk + lane);  // L1 may hold an old line
       }
     }
-    if (p.topk_weights && lane < kNumTopk) at<float>(p.out_topk_weights, 0)[static_cast<i64>(token) * kNumTopk + lane] = weight;
-    reduce_token<kHasBias>(p, rows, token);
+    if (p.topk_weights && lane < kNumTopk && share.part == 0)
+      at<float>(p.out_topk_weights, 0)[static_cast<i64>(share.token) * kNumTopk + lane] = weight;
+    reduce_share<kHasBias>(p, rows, share);
   }
   if (lane == 0) count_received(p, num_received, kSentRowBytes);
 }
@@ -240,17 +281,19 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
   __syncthreads();
 
   if (!routes.idle) {
-    const int copy_warps = num_copy_warps();
-    if (warp >= copy_warps + kHasTma) {
+    const int copy_warps = copies() ? num_copy_warps() : 0, signal_warps = copies() ? kHasTma : 0;
+    if (warp < copy_warps) {
+      copy_rows(epoch);
+    } else if (warp < copy_warps + signal_warps) {
+      signal_chunks(p, routes, epoch, progress);
+    }
+    if (has_copy_blocks() && copies()) __syncthreads();  // all warps of these blocks reduce what is left
+    if (has_copy_blocks() || warp >= copy_warps + signal_warps) {
       if (p.bias_0 || p.bias_1) {
         reduce_tokens_of_members<true>(p, routes, epoch);
       } else {
         reduce_tokens_of_members<false>(p, routes, epoch);
       }
-    } else if (kHasTma && warp == copy_warps) {
-      signal_chunks(p, routes, epoch, progress);
-    } else {
-      copy_rows(epoch);
     }
   }
   __syncthreads();

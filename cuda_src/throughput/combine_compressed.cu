@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_part(const char* row, int part, char* input
 // stage still reads.
 __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, char* input, u64* barriers, CopyProgress& progress) {
   constexpr int kUnwritten = 2;
-  WorkIterator work(queue_of(p, routes, gridDim.x * num_copy_warps()), [](int) {});
+  WorkIterator work(queue_of(p, routes), [](int) {});
   const int lane = lane_idx();
   char* stages = input + kRowBytes;
   fence_bulk_copies();  // the block has acquired the targets' addresses and the permission to write
@@ -139,7 +139,7 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
 }
 
 __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, u32 epoch) {
-  WorkIterator work(queue_of(p, routes, gridDim.x * num_copy_warps()), [](int) {});
+  WorkIterator work(queue_of(p, routes), [](int) {});
   for (int item = work.next(); item >= 0; item = work.next()) {
     const Chunk c = chunk_at(p, routes, item);
     if (c.num_rows == 0) continue;
@@ -196,9 +196,9 @@ __device__ __forceinline__ void write_channels(const Params& p, int token, int c
   }
 }
 
-// This loop waits for memory, so each lane loads a batch while it adds up the one before.
+// This loop waits for memory, so each lane loads a batch while it adds up the one before. Without copy blocks, a share is a whole token.
 template <bool kHasBias, int kBound>
-__device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[kBound], int token) {
+__device__ __forceinline__ void reduce_share(const Params& p, const u64 (&rows)[kBound], const Share& share) {
   using Batch = Batch<kBound>;
   constexpr int kStep = Batch::kAtOnce * kPassChannels;
   const int first = lane_idx() * kLaneChannels;
@@ -224,7 +224,7 @@ __device__ __forceinline__ void reduce_token(const Params& p, const u64 (&rows)[
     }
 #pragma unroll
     for (int i = 0; i < Batch::kAtOnce; ++i) {
-      if (channel + i * kPassChannels < kHidden) write_channels<kHasBias>(p, token, channel + i * kPassChannels, sum[i]);
+      if (channel + i * kPassChannels < kHidden) write_channels<kHasBias>(p, share.token, channel + i * kPassChannels, sum[i]);
     }
   }
 }

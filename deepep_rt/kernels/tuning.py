@@ -30,8 +30,9 @@ MAX_POSITION_BLOCKS = 64
 CHOICES_PER_BLOCK = 256
 """Choices for which expert_positions gets another block, up to its most blocks."""
 
-# With fewer blocks, combine reads rows of its own rank where they lie. Measured on 2 H100 (bench/measured.md).
-_COPY_OWN_ROWS_BLOCKS = 20
+# With fewer blocks, each block of combine has warps of all roles, and few ranks read rows of their own where they lie. With more, some
+# blocks only copy: as many as fill NVLink of this architecture. Measured on 2 H100 and 2 H200 (bench/measured.md).
+_FEW_BLOCKS, _COPY_BLOCKS = 20, {90: 10}
 
 # Of blocks that compress rows, measured on 2 H100 (bench/measured.md). With more warps, a thread has 96 registers instead of 128.
 _COMPRESSED_BYTES, _COMPRESSED_WARPS, _MOST_COPY_WARPS = 216 * 1024, 16, 7
@@ -97,7 +98,8 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kDispatchItemsPerTicket": 4,
         "kCombineItemsPerTicket": 2,
         "kManyBlocks": _MANY_BLOCKS,
-        "kCopyOwnRowsBlocks": _COPY_OWN_ROWS_BLOCKS,
+        "kFewBlocks": _FEW_BLOCKS,
+        "kCopyBlocks": _COPY_BLOCKS.get(arch_number(arch), 0) if with_tma else 0,
         **usual,
     }
 

@@ -195,10 +195,20 @@ def test_throughput(arch, seed):
 
 @pytest.mark.parametrize("seed", seeds(1))
 def test_copies_of_own_rows(seed, monkeypatch):
-    """Combines of few ranks read such rows where they lie, unless they have many blocks."""
-    monkeypatch.setattr(tuning, "_COPY_OWN_ROWS_BLOCKS", 0)
+    """Combines of few ranks read such rows where they lie. With many blocks and no copy blocks, they do not."""
+    monkeypatch.setattr(tuning, "_FEW_BLOCKS", 0)
+    monkeypatch.setattr(tuning, "_COPY_BLOCKS", {})
     with Machine(3, seed) as machine:
         throughput_rounds(machine, machine.buffers(**THROUGHPUT), seed, 3)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_copy_blocks(seed, monkeypatch):
+    """With many blocks, some blocks of combine copy, and the others reduce. Several warps share the last tokens."""
+    monkeypatch.setattr(tuning, "_FEW_BLOCKS", 2)
+    monkeypatch.setattr(tuning, "_COPY_BLOCKS", {90: 1 + seed % 2})
+    with Machine(3 + seed % 2, seed, num_sms=(None, 1)[seed % 2], weak_memory=seed == 2) as machine:
+        throughput_rounds(machine, machine.buffers(**{**THROUGHPUT, "num_experts": 12, "num_sms": 3}), seed, 3)
 
 
 @pytest.mark.parametrize("seed", seeds(4))

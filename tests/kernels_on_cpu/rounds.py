@@ -14,7 +14,7 @@ import pytest
 from scenario_table import FORMATS, OPAQUE, drawn
 from scenarios import Sum, by_buffer
 
-from deepep_rt import EPTimeoutError
+from deepep_rt import EPInputError, EPTimeoutError
 from deepep_rt.cuda import driver
 from deepep_rt.kernels import source as sources
 
@@ -389,5 +389,9 @@ def fails(folder, run, num_ranks=2, **options):
             with Machine(num_ranks, seed, cuda_src=folder, **options) as machine:
                 run(machine, seed)
         except (AssertionError, EPTimeoutError):
+            return True
+        except EPInputError as error:  # a rank that has read an old word takes it for another call
+            if "disagree" not in str(error):
+                raise
             return True
     return False
