@@ -86,7 +86,7 @@ __device__ inline void bulk_copy(u64 to, u64 from, u64 num_bytes, char* stages, 
   bulk_wait_written<0>();
 }
 
-// One warp moves items through its ring of stages. It fills half of the stages while the copy engine empties the others. The caller gives:
+// One warp moves items through its ring of stages. It fills kFilling of them while the copy engine empties the others. The caller gives:
 //   next()                      all lanes: return the next item, or -1
 //   target(item)                all lanes: return the destination of the item's bytes
 //   load(item, stage, barrier)  all lanes: start to load the item; one lane expects its bytes on the barrier; false: the item has no bytes
@@ -98,11 +98,11 @@ __device__ inline void bulk_copy(u64 to, u64 from, u64 num_bytes, char* stages, 
 //
 // Reuse of memory: the warp refills a stage once the engine has read it. The warp learns later that the bytes are written. It waits for
 // that only when kUnwritten more items are in flight.
-template <int kStages, int kUnwritten = 4, class Next, class Target, class Load, class Store, class Written>
+template <int kStages, int kFilling, int kUnwritten, class Next, class Target, class Load, class Store, class Written>
 __device__ __forceinline__ void bulk_pipeline(char* stages, u64* barriers, Next next, Target target, Load load, Store store,
                                               Written written) {
-  constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling;
-  static_assert(kStages >= 2 && kStages <= 32);
+  constexpr int kEmptying = kStages - kFilling;
+  static_assert(kFilling >= 1 && kEmptying >= 1 && kStages <= 32);
   const int lane = lane_idx();
   fence_bulk_copies();  // the block has acquired the targets' addresses and the permission to write
   if (lane == 0) {

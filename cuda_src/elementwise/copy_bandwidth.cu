@@ -29,7 +29,8 @@ __device__ inline void push(const Params& p, char* stages, u64* barriers) {
       return true;
     };
     auto store = [&](int, int item, char* stage) { bulk_store(target(item), stage, p.row_bytes); };
-    bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return work.next(); }, target, load, store, [](int, bool) {});
+    bulk_pipeline<kDispatchStages, kDispatchStages / 2, 4>(
+        stages, barriers, [&] { return work.next(); }, target, load, store, [](int, bool) {});
   } else {
     for (int item = work.next(); item >= 0; item = work.next()) {
       const Item it = item_at(AllRanks(), item, p.rank);

@@ -141,7 +141,7 @@ __device__ inline void copy_rows(const Params& p, const Routes& routes, u32 epoc
     auto written = [&](int, bool all) {
       if (all) finish_items(p, routes, num_done, epoch);
     };
-    bulk_pipeline<kCombineStages>(stages, barriers, next, target, load, store, written);
+    bulk_pipeline<kCombineStages, (kCombineStages + 1) / 2, 4>(stages, barriers, next, target, load, store, written);
   } else {
     for (int entry = next(); entry >= 0; entry = next()) warp_copy(target_of(p, routes, entry), row_of(p, entry), kRowBytes);
     __syncwarp();

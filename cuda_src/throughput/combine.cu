@@ -31,7 +31,7 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     st_release_block(&progress.written, count);
     if (all) st_release_block(&progress.done, 1);
   };
-  bulk_pipeline<kCombineStages, 1>(stages, barriers, [&] { return work.next(); }, target, load, store, written);
+  bulk_pipeline<kCombineStages, (kCombineStages + 1) / 2, 1>(stages, barriers, [&] { return work.next(); }, target, load, store, written);
 }
 
 __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, u32 epoch) {
@@ -51,11 +51,9 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
 
 // This loop waits for memory, so each lane has up to 16 vectors in flight. With statistics, code for some members has registers for 12.
 template <bool kHasBias, int kBound>
-__device__ __forceinline__ void reduce_share(const Params& p, const u64 (&rows)[kBound], const Share& share) {
+__device__ __forceinline__ void reduce_vectors(const Params& p, const u64 (&rows)[kBound], int token, int begin, int end) {
   constexpr int kInFlight = kHasStatistics && kBound < kNumRanks ? 12 : 16, kAtOnce = kInFlight / kBound < 7 ? kInFlight / kBound : 7;
-  const u64 offset = static_cast<u64>(share.token) * kRowBytes;
-  const int vectors = (kRowVecs + share.num_parts - 1) / share.num_parts, begin = share.part * vectors,
-            end = min(begin + vectors, kRowVecs);
+  const u64 offset = static_cast<u64>(token) * kRowBytes;
   for (int first = begin + lane_idx(); first < end; first += 32 * kAtOnce) {
     Vec16 held[kAtOnce][kBound];
 #pragma unroll
@@ -79,6 +77,14 @@ __device__ __forceinline__ void reduce_share(const Params& p, const u64 (&rows)[
       st_vec(at<Vec16>(p.out, offset) + v, rounded<kElement>(sum));
     }
   }
+}
+
+// A whole token has code of its own, whose bounds are constants.
+template <bool kHasBias, int kBound>
+__device__ __forceinline__ void reduce_share(const Params& p, const u64 (&rows)[kBound], const Share& share) {
+  if (share.num_parts == 1) return reduce_vectors<kHasBias>(p, rows, share.token, 0, kRowVecs);
+  const int vectors = (kRowVecs + share.num_parts - 1) / share.num_parts, begin = share.part * vectors;
+  reduce_vectors<kHasBias>(p, rows, share.token, begin, min(begin + vectors, kRowVecs));
 }
 
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine(const __grid_constant__ Params p) {

@@ -118,7 +118,8 @@ __device__ inline void copy_rows_bulk(const Params& p, const Routes& routes, cha
     const int num_rows = rows_in_chunk(routes.num_rows[it.rank], it.chunk, rows_per_copy);
     bulk_store(target(item), stage, num_rows * p.row_bytes);
   };
-  bulk_pipeline<kDispatchStages>(stages, barriers, [&] { return work.next(); }, target, load, store, [](int, bool) {});
+  bulk_pipeline<kDispatchStages, kDispatchStages / 2, 4>(
+      stages, barriers, [&] { return work.next(); }, target, load, store, [](int, bool) {});
 }
 
 // Without TMA, a copy is one row.

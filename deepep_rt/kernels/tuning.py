@@ -48,7 +48,7 @@ _MOST_STAGES = 12  # that are tried
 
 # Warps of a block besides the copy warps, with TMA and without. A combine block keeps its size if it has another number of copy warps,
 # because with more warps each thread would have fewer registers.
-_OTHER_WARPS = {"dispatch": (6, 4), "combine": (13, 8)}
+_OTHER_WARPS = {"dispatch": (6, 4), "combine": (14, 8)}
 
 _WARPS = (1, 2, 3, 4, 6)  # that are tried
 
@@ -206,7 +206,7 @@ def compressed_stages(config: Config, dtype: str, compression: str) -> dict[str,
 
 def usual_shape(call: str, config: Config, with_tma: bool) -> CopyShape:
     """Return the shape of a Buffer that was not tuned."""
-    most_warps, plain_warps = {"dispatch": (2, 12), "combine": (3, 8)}[call]
+    most_warps, plain_warps = {"dispatch": (2, 12), "combine": (2, 8)}[call]
     stage = stage_bytes(config, STAGE_BYTES)
     warps = min(most_warps, max(1, _STAGING_BYTES // (2 * stage))) if with_tma else plain_warps
     return CopyShape(warps, max(2, min(8, _STAGING_BYTES // (warps * stage))), STAGE_BYTES)
