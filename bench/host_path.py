@@ -26,8 +26,8 @@ with or_exit("this benchmark", "bench"):
     from stages import Stages, wrapper_costs
 
     from deepep_rt import buffer as buffer_module
-    from deepep_rt.backends import call_lock, inputs
-    from deepep_rt.backends.cuda import low_latency, monitor, result_memory, stream_order, throughput
+    from deepep_rt.backends import call_forms, call_lock, inputs
+    from deepep_rt.backends.cuda import forms, low_latency, monitor, result_memory, stream_order, throughput
     from deepep_rt.bench import program
     from deepep_rt.bench.machine import Machine
     from deepep_rt.bench.report import markdown_table
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 REST, VIEWS, CHECKS, LAUNCH, MEMORY = "rest", "view of an array", "checks of arguments", "launch", "memory"
-ORDER = "order by stream"
+ORDER, LOOK, FORM = "order by stream", "look for a form", "known form"
 FUNCTIONS: list[tuple[str, Any, str]] = [
     *(("lock and context", call_lock.CallLock, name) for name in ("__enter__", "__exit__")),
     ("stream of the call", buffer_module, "begin_call"),
@@ -53,7 +53,10 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     *(("parameters", low_latency.LowLatencyKernels, f"{name}_params") for name in ("dispatch", "combine")),
     ("parameters", throughput.RowMover, "dispatch_launch"),
     ("parameters", throughput.RowMover, "combine_launch"),
+    (LOOK, call_forms.CallForms, "repeat"),
+    *((FORM, kind, "__call__") for kind in forms.FORMS),
     *((LAUNCH, launch.Launcher, name) for name in ("__call__", "launch")),
+    (LAUNCH, launch.PreparedLaunch, "__call__"),
     *(("reports of kernels", monitor.Monitor, name) for name in ("check_peers", "check_inputs")),
     ("wait for counts", monitor.Monitor, "await_counts"),
 ]

@@ -24,6 +24,7 @@ from .arrays.frameworks import framework_of, of_event, of_stream
 from .arrays.view import Framework, View
 from .backends import nvtx_ranges
 from .backends.base import Backend, BufferInfo, Call, LowLatencyDispatchInputs, LowLatencyPreparation, ThroughputPreparation
+from .backends.call_forms import CallForms
 from .backends.inputs import (
     bias_views,
     check_apart,
@@ -298,6 +299,15 @@ class Buffer(SharedByCopies):
         if self._members is not None:
             self._members.start(made, joining)
         self.config = made.info.config
+        self._forms = {
+            name: CallForms(made, self._annotate, text)
+            for name, text in (
+                ("dispatch", nvtx_ranges.dispatch_text),
+                ("combine", nvtx_ranges.combine_text),
+                ("low_latency_dispatch", nvtx_ranges.low_latency_dispatch_text),
+                ("low_latency_combine", nvtx_ranges.low_latency_combine_text),
+            )
+        }
         self._made_at = time.monotonic()
         _living.add(self)
         if self.config.statistics:
@@ -427,6 +437,12 @@ class Buffer(SharedByCopies):
         backend = self._live()
         with (lock := self._call_lock):
             lock.progress.name = "dispatch"
+            forms = self._forms["dispatch"]
+            if handle is not None:
+                options: tuple[Any, ...] = (topk_idx, topk_weights, num_worst_tokens, expert_alignment, layout, zero_padding)
+                options += scales_layout, use_fp8, round_scale, use_ue8m0, async_finish, previous_event, stream
+                if (known := forms.repeat(options, (x, x_scales), handle)) is not None:
+                    return known
             call = begin_call(backend, x, async_finish, previous_event, stream)
             inputs = dispatch_inputs(
                 self._info,
@@ -445,6 +461,8 @@ class Buffer(SharedByCopies):
                 round_scale,
                 use_ue8m0,
             )
+            if handle is not None and stream is None:
+                forms.note((inputs.x.shape, handle.num_recv_rows), options, (x, x_scales), inputs, call)
             if self._annotate is None:
                 return backend.dispatch(inputs, call)
             with self._annotate(nvtx_ranges.dispatch_text(inputs)):
@@ -509,8 +527,14 @@ class Buffer(SharedByCopies):
         backend = self._live()
         with (lock := self._call_lock):
             lock.progress.name = "combine"
+            forms, arrays = self._forms["combine"], (x, topk_weights, bias)
+            options = weighted, reduce, compress, async_finish, previous_event, stream
+            if (known := forms.repeat(options, arrays, handle)) is not None:
+                return known
             call = begin_call(backend, x, async_finish, previous_event, stream)
             inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias, weighted, reduce, compress)
+            if stream is None:
+                forms.note((inputs.x.shape, inputs.handle.num_tokens), options, arrays, inputs, call)
             if self._annotate is None:
                 return backend.combine(inputs, call)
             with self._annotate(nvtx_ranges.combine_text(inputs)):
@@ -654,6 +678,21 @@ class Buffer(SharedByCopies):
         """
         with (lock := self._call_lock):
             lock.progress.name = "low_latency_dispatch"
+            forms, arrays = self._forms["low_latency_dispatch"], (x, topk_idx, topk_weights)
+            options = (
+                use_fp8,
+                round_scale,
+                use_ue8m0,
+                async_finish,
+                return_recv_hook,
+                cumulative_local_expert_recv_stats,
+                wait_recv_cost_stats,
+                x_scales,
+                num_max_tokens,
+                stream,
+            )
+            if (known := forms.repeat(options, arrays)) is not None:
+                return known
             backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
             call = begin_call(backend, x, async_finish, None, stream)
             inputs = low_latency_dispatch_inputs(
@@ -670,6 +709,8 @@ class Buffer(SharedByCopies):
                 x_scales,
                 num_max_tokens,
             )
+            if not with_hook and stream is None:
+                forms.note(inputs.x.shape, options, arrays, inputs, call)
             if self._annotate is None:
                 return backend.low_latency_dispatch(inputs, call, with_hook)
             with self._annotate(nvtx_ranges.low_latency_dispatch_text(inputs)):
@@ -729,6 +770,10 @@ class Buffer(SharedByCopies):
         """
         with (lock := self._call_lock):
             lock.progress.name = "low_latency_combine"
+            forms, arrays = self._forms["low_latency_combine"], (y, topk_idx, topk_weights)
+            options = allow_multiple_reduction, reduce, compress, zero_copy, out, async_finish, return_recv_hook, stream
+            if (known := forms.repeat(options, arrays, handle)) is not None:
+                return known
             backend, with_hook = self._low_latency(), flag(return_recv_hook, "return_recv_hook")
             framework_of(y, "y")  # below, an error would name it x
             call = begin_call(backend, y, async_finish, None, stream)
@@ -737,6 +782,8 @@ class Buffer(SharedByCopies):
             )
             if flag(zero_copy, "zero_copy"):
                 _check_zero_copy(backend, inputs.y, handle.framework)
+            elif not with_hook and stream is None:
+                forms.note((inputs.y.shape, handle.num_tokens), options, arrays, inputs, call)
             if self._annotate is None:
                 return backend.low_latency_combine(inputs, call, with_hook)
             with self._annotate(nvtx_ranges.low_latency_combine_text(inputs)):
@@ -987,7 +1034,11 @@ class Buffer(SharedByCopies):
         limit_s, saves = seconds(max_seconds, "max_seconds", MAX_TIMEOUT_S), flag(save, "save")
         backend = self._live()
         with self._call_lock:
-            return backend.autotune(num_tokens, name, limit_s, saves)
+            try:
+                return backend.autotune(num_tokens, name, limit_s, saves)
+            finally:
+                for forms in self._forms.values():  # they have the kernels from before
+                    forms.forget()
 
     def copy_ceiling(self, *, row_bytes: int | None = None, num_rows: int | None = None, iterations: int = 5) -> float:
         """Measure the bandwidth of the links: every rank sends rows to all others at once, without any lookup or wait.
@@ -1431,6 +1482,7 @@ class Buffer(SharedByCopies):
                 if self._members is not None:
                     self._members.end()
                 _statistics_files.end(self)
+                self._forms.clear()  # they hold the backend
 
         self._call_lock.drain(finish)
 

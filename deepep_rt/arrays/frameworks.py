@@ -16,7 +16,7 @@ from typing import Any
 from .._checks import argument_error, is_int_in_range
 from ..errors import EPError, EPInputError
 from .dtypes import DTYPES
-from .view import HOST, Framework, View, not_contiguous
+from .view import FORM_ALIGNMENT, HOST, AddressOf, Framework, View, not_contiguous
 
 PER_THREAD = 2
 """CUDA's handle of the per-thread default stream, which CuPy can be configured to use."""
@@ -115,6 +115,19 @@ class CupyFramework(Framework):
         memory = array.data
         return View(memory.ptr, array.shape, _numpy_name(array.dtype, name), memory.device_id, array, self)
 
+    def form(self, array: Any) -> AddressOf | None:
+        kind, dtype, shape, device = type(array), array.dtype, array.shape, array.data.device_id
+
+        def address_of(other: Any) -> int | None:
+            if type(other) is kind and other.dtype is dtype and other.shape == shape and other.flags.c_contiguous:
+                memory = other.data
+                address: int = memory.ptr
+                if address and not address % FORM_ALIGNMENT and memory.device_id == device:
+                    return address
+            return None
+
+        return address_of
+
     def wrap(self, view: View) -> Any:
         import numpy as np
 
@@ -169,6 +182,26 @@ class TorchFramework(Framework):
             if array.is_meta or array.numel():
                 raise without_memory(array, name)
         return View(ptr, shape, dtype, array.get_device(), array, self)  # PyTorch's number for host memory is -1, as HOST
+
+    def form(self, array: Any) -> AddressOf | None:
+        kind, dtype, shape, device = type(array), array.dtype, array.shape, array.get_device()
+
+        def address_of(other: Any) -> int | None:
+            # Without a gradient, whose warning `view` gives. The function has no object: attributes of one take longer than its variables.
+            if (
+                type(other) is kind
+                and other.dtype is dtype
+                and other.shape == shape
+                and other.is_contiguous()
+                and other.get_device() == device
+                and not other.requires_grad
+            ):
+                address: int = other.data_ptr()
+                if address and not address % FORM_ALIGNMENT:
+                    return address
+            return None
+
+        return address_of
 
     def wrap(self, view: View) -> Any:
         if view.dtype.startswith("float8"):  # the DLPack of some PyTorch versions lacks FP8

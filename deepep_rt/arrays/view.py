@@ -7,6 +7,7 @@ A `Framework` converts a library's arrays to Views, and Views to its arrays. The
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -93,6 +94,16 @@ class View:
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.ptr, False)}
 
 
+AddressOf = Callable[[Any], int | None]
+"""Returns the address of an array of one form, a multiple of `FORM_ALIGNMENT`. None for every other array, and for one without elements.
+
+It may raise anything that the array's library raises.
+"""
+
+FORM_ALIGNMENT = 16
+"""Arrays with a form start at a multiple of it, so that no kernel refuses them."""
+
+
 class Framework:
     """Conversion between one library's arrays and Views. This base class uses DLPack, for libraries without a class of their own."""
 
@@ -120,6 +131,12 @@ class Framework:
         if strides is not None and not _row_major(shape, strides):
             raise not_contiguous(name)
         return View(ptr, shape, kind.name, device_id if on_gpu else HOST, (array, capsule), self)
+
+    def form(self, array: Any) -> AddressOf | None:
+        """Return a function that recognises arrays whose Views differ from this array's at most in their address and their owner. It keeps
+        no array. None: `view` has to look at each array, or the library does not tell its current stream.
+        """
+        return None
 
     def wrap(self, view: View) -> Any:
         """Return a View as an array of the library."""

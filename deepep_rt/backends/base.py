@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -69,6 +70,9 @@ class Backend(Protocol):
 
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:
         """See `Buffer.combine`."""
+
+    def call_form(self, inputs: Any, call: Call) -> CallForm | None:
+        """Return the form of a call without a hook. None: its calls are ordinary ones."""
 
     def prepare_throughput(self, preparation: ThroughputPreparation) -> PreparedCalls[DispatchResult, CombineResult]:
         """See `Buffer.prepare_throughput`."""
@@ -156,6 +160,16 @@ class PreparedCalls(Protocol[_Sent, _Back]):
 
     def combine(self) -> _Back:
         """See `PreparedThroughput.combine` and `PreparedLowLatency.combine`."""
+
+
+class CallForm(Protocol):
+    """A call whose arguments are checked, but for addresses and the handle. It keeps no argument. See `CallForms`."""
+
+    def takes(self, handle: Any) -> bool:
+        """Return whether a call with this handle has the form. None: the call has no handle."""
+
+    def __call__(self, call: Call, addresses: Sequence[Any], handle: Any) -> Any:
+        """Make a call with arrays at these addresses."""
 
 
 class HandleTables(Protocol):

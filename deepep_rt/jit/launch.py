@@ -190,6 +190,12 @@ class PreparedLaunch:
         pack_into = struct.Struct(f"<{_FORMATS[self._dtype[name].str[1:]]}").pack_into
         return functools.partial(pack_into, self._buffer, offset(self._dtype, name))
 
+    def members(self, first: str, last: str) -> Callable[..., None]:
+        """Return a function that changes all members of Params from `first` to `last`, which it gets in their order, as `member` does."""
+        names = tuple(self._dtype.names or ())
+        names, start = names[names.index(first) : names.index(last) + 1], offset(self._dtype, first)
+        return functools.partial(struct.Struct(_format(self._dtype, names, start)).pack_into, self._buffer, start)
+
 
 def _format(dtype: np.dtype, names: tuple[str, ...], start: int) -> str:
     """Return the `struct` format of scalar members, with the padding that the C compiler inserts."""

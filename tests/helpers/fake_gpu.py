@@ -18,7 +18,7 @@ from cuda.bindings import driver as cuda
 from deepep_rt import Buffer, EPOutOfMemoryError
 from deepep_rt.arrays import frameworks
 from deepep_rt.arrays.dtypes import DTYPES
-from deepep_rt.arrays.view import Framework, View
+from deepep_rt.arrays.view import FORM_ALIGNMENT, AddressOf, Framework, View
 from deepep_rt.backends import agreement, factory
 from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import network_memory
@@ -47,6 +47,14 @@ class _Library(Framework):
 
     def view(self, array: Array, what: str, stream: int | None) -> View:
         return View(array.ptr, array.shape, array.dtype, 0, array, self)
+
+    def form(self, array: Array) -> AddressOf:
+        form = type(array), array.shape, array.dtype
+
+        def address_of(other: Array) -> int | None:
+            return other.ptr if (type(other), other.shape, other.dtype) == form and other.ptr % FORM_ALIGNMENT == 0 else None
+
+        return address_of
 
     def wrap(self, view: View) -> View:
         return view

@@ -33,12 +33,13 @@ from ...statistics import Counters
 from ...tuned import Tuning, TuningResult
 from .. import saved_tunings
 from ..agreement import announce
-from ..base import BufferInfo, Call, LowLatencyPreparation, PreparedCalls, ThroughputPreparation
+from ..base import BufferInfo, Call, CallForm, LowLatencyPreparation, PreparedCalls, ThroughputPreparation
 from ..call_lock import CallLock
 from ..hooks import OrdinaryLowLatency, OrdinaryThroughput, check_can_sleep
 from ..path_choice import AgreedPath, Measure, agree_on_path, describe, usual_rates
 from .autotune import autotune
 from .expert_rows import ExpertRows
+from .forms import form_of
 from .fp8_rows import Fp8Rows
 from .handle_tables import CudaHandleTables
 from .link_rates import measure_links
@@ -268,6 +269,10 @@ class CudaBackend:
         """Choose the stream of a call; raise if an earlier call timed out."""
         self.runtime.monitor.check_peers()
         return self.runtime.order.begin(x, async_finish, previous_event, stream)
+
+    def call_form(self, inputs: Any, call: Call) -> CallForm | None:
+        """Return the form of a call without a hook, if it has one; see `CallForms`."""
+        return form_of(self.runtime, self.throughput, self.low_latency, inputs, call)
 
     def prepare_throughput(self, preparation: ThroughputPreparation) -> PreparedCalls[DispatchResult, CombineResult]:
         """Prepare calls; see `Buffer.prepare_throughput`. Each call copies arrays in host memory, so such calls are ordinary ones."""

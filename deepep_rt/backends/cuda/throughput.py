@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -160,7 +161,7 @@ class RowMover(ABC):
             counts += self._layout.handle.offsets["counts"]
         num_recv, has_room, signature = None, True, pack(inputs.signature)
         window = {} if reserved is None else receive_window(reserved.offset, parts.offsets, capacity)
-        with self._monitor.call_half("a dispatch was interrupted between its counts and its rows", self._rows_phase):
+        with self.launching_rows():
             if known is None:
                 self._launch_route(inputs, idx, tables.ptr, window, signature, needs_counts, stream)
             if reserved is None:
@@ -190,6 +191,10 @@ class RowMover(ABC):
         )
         handle = known or DispatchHandle(x.shape[0], capacity, counts_list, self._runtime.info.serial, tables, {})
         return handle, make_views
+
+    def launching_rows(self) -> AbstractContextManager[None]:
+        """Enter around the launches of a dispatch; see `Monitor.call_half`."""
+        return self._monitor.call_half("a dispatch was interrupted between its counts and its rows", self._rows_phase)
 
     def _reserve_arrived(
         self, num_recv: int, sizes: tuple[int, int, int, bool], call: Call, reader: int | None

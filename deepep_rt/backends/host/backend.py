@@ -119,6 +119,9 @@ class HostBackend:
         with self._call("low_latency_combine"):
             return self._low_latency.combine(inputs, with_hook)
 
+    def call_form(self, inputs: Any, call: Call) -> None:
+        """Return None: all calls are ordinary ones."""
+
     def prepare_low_latency(self, preparation: LowLatencyPreparation) -> OrdinaryLowLatency:
         """Prepare calls; see `Buffer.prepare_low_latency`. They take as long as ordinary ones."""
         return OrdinaryLowLatency(self, preparation, self._hooks)
