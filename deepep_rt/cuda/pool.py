@@ -26,7 +26,8 @@ class Block(Allocation):
     __slots__ = ("_pending", "_pool", "num_bytes", "offset")
 
     def __init__(self, pool: Pool, offset: int, num_bytes: int, pending: PendingWork, stream: int, reader: int | None) -> None:
-        super().__init__(stream, reader)
+        # Without a call of the base class, as in a Slot.
+        self._streams, self._framework = (stream,) if reader is None or reader == stream else (stream, reader), None
         self.offset, self.num_bytes = offset, num_bytes
         self._pool, self._pending = pool, pending
 
@@ -37,12 +38,14 @@ class Block(Allocation):
     def trim(self, num_bytes: int) -> None:
         """Release the tail, which holds no rows."""
         num_bytes = align_up(num_bytes)
-        self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, self._pending, self._streams[:1])
-        self.num_bytes = num_bytes
+        if num_bytes != self.num_bytes:
+            self._pool.release(self.offset + num_bytes, self.num_bytes - num_bytes, self._pending, self._streams[:1])
+            self.num_bytes = num_bytes
 
     def __del__(self, _is_ending: Any = sys.is_finalizing) -> None:
         if not _is_ending():  # at the end of Python, modules that this needs may be gone
-            finalize(self._pool.release, self.offset, self.num_bytes, self._pending, self._final_streams())
+            streams = self._streams if self._framework is None else self._final_streams()
+            finalize(self._pool.release, self.offset, self.num_bytes, self._pending, streams)
 
 
 Extent = tuple[int, int]

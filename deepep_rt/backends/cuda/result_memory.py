@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("deepep_rt")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: each dispatch makes one
 class Reservation:
     """Memory that peers write the rows of a dispatch to: an offset in symmetric memory, and the block there. The shared region has none."""
 
