@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
 
 from calls_on_fake_gpu import KINDS, Calls, LowLatencyCalls, ThroughputCalls, calls, each_kind, quick, without
-from fake_gpu import Array, FakeGpu, fake, like, make
+from fake_gpu import CALLERS_STREAM, Array, FakeGpu, fake, like, make
 
 from deepep_rt import EPInputError, EPTimeoutError
 from deepep_rt.arrays import frameworks
@@ -392,3 +392,16 @@ def test_ranges_have_the_same_text(fake: FakeGpu, make: Any, monkeypatch: pytest
                 assert len(texts) == 3
                 assert len(set(texts)) == 1
             vars(one).clear()
+
+
+def test_a_call_on_a_stream_of_its_own_has_no_form(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    """The given stream counts, also if it was the caller's current one before."""
+    handle, y = calls.dispatch().handle, calls.y()
+    for _ in range(3):
+        calls.dispatch(stream=CALLERS_STREAM)
+        calls.combine(handle, y=y, stream=CALLERS_STREAM)
+    monkeypatch.setattr(frameworks.FRAMEWORK_OF_CLASS[Array], "current_stream", lambda device: 12)
+    fake.pop_launches()
+    calls.dispatch(stream=CALLERS_STREAM)
+    calls.combine(handle, y=y, stream=CALLERS_STREAM)
+    assert [one.stream for one in fake.pop_launches()] == [CALLERS_STREAM] * 2
