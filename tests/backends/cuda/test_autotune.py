@@ -131,7 +131,7 @@ def test_the_choice_is_used_at_once_and_by_later_buffers(fake: FakeGpu, make: An
     with make(**SIZES) as later:
         assert (later.num_sms, later.config.num_sms, _blocks(fake, later)) == (32, 32, (32, 32))
         assert _constants(fake, "dispatch")["kStageBytes"] == shape.copy_bytes + 128
-        assert _constants(fake, "combine")["kCombineStages"] == 4, "the usual shape"
+        assert _constants(fake, "combine")["kCombineStages"] == 6, "the usual shape"
         assert "32 SMs" in str(later.describe())
     with make(hidden=1024) as other:
         assert (other.num_sms, other.describe().tuning) == (24, "")
