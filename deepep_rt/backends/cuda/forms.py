@@ -229,6 +229,8 @@ class CombineForm(_ThroughputForm):
         launcher, params = rows.combine_launch(inputs, (x, weights, *inputs.biases), 0, 0)
         self._launch = launcher.prepare(rows.num_sms, params)
         self._set_addresses = self._launch.members("y", "out_topk_weights")
+        has_network = runtime.config.has_network  # then a combine also says where the ranks of its node find its rows
+        self._set_rows = rows.rows_setter(self._launch, x.row_bytes, self._num_rows) if has_network else None
         self._out, self._out_weights = self._parts.offsets["x"], self._parts.offsets["topk_weights"]
         self._x = replace(x, owner=None)
 
@@ -245,6 +247,8 @@ class CombineForm(_ThroughputForm):
         out = owner.ptr + self._out
         out_weights = owner.ptr + self._out_weights if self._has_weights else 0
         self._set_addresses(x, weights, bias, 0, routing.ptr, out, out_weights)
+        if self._set_rows is not None:
+            self._set_rows(x)
         self._run(call, (routing,))
         self._monitor.check_inputs()
         shown = out, out_weights if self._has_weights else None

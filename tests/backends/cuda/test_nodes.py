@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,8 +71,10 @@ def test_rows_of_a_result_stay_in_place(ranks_per_node: int, prepared: bool, fak
             (pool.stop - num_bytes + 16, False),
             (pool.start - 16, False),
             (calls.y().ptr, False),
+            (sent.recv_x.ptr, True),
         ):
-            y = replace(sent.recv_x, ptr=first)
+            y = calls.y()
+            y.ptr = first
             if step is None:
                 buffer.combine(y, sent.handle)
             else:
