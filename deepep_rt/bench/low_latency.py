@@ -4,7 +4,8 @@
 
 `graph`: mean of a call in a captured chain. `D quantised`: the same for dispatches of bytes that travel as they are, with a float32 scale
 for each 128, as FP8 rows have. `C fp8`, `C log10`: for combines with `compress=`. `step`: time of each replay of a graph of dispatch and
-combine, replayed back to back.
+combine, replayed back to back. `cold`: a dispatch and a combine in a captured chain, after a kernel that fills the caches with other data. Its own
+time is not counted.
 `prepared`: calls of `Buffer.prepare_low_latency`.
 `send`, `receive`: GPU times of the two launches of a call with a hook. All rows have arrived before the hook is called.
 """
@@ -38,6 +39,7 @@ BOUNDARY = {
 }
 
 _QUEUED = 50  # replays in a GPU's queue
+_SWEPT_BYTES = 128 << 20  # more than the L2 cache of a GPU holds
 
 
 @dataclass(kw_only=True)
@@ -183,6 +185,21 @@ class GraphBench(Bench):
         results.clear()  # after the last replay has ended
         return found
 
+    def cold(self) -> float:
+        """Time a dispatch and a combine that find nothing of theirs in the caches."""
+        import cupy
+
+        other = cupy.zeros(_SWEPT_BYTES // 4, np.float32)
+
+        def sweep() -> None:
+            cupy.add(other, 1, out=other)
+
+        def step() -> Any:
+            sweep()
+            return self.both()
+
+        return self.chain(step) - self.chain(sweep)
+
     def compressed_chain(self, compress: str) -> float | None:
         """Time combines with compressed rows, if this Buffer and the GPUs of all ranks can make them."""
         if self.settings.hidden % LOW_LATENCY_CHANNELS:
@@ -250,7 +267,11 @@ class GraphBench(Bench):
             *self.parts(self.dispatch),
             *self.parts(self.combine),
             *(self.compressed_chain(compress) for compress in COMPRESSIONS),
-            **{**self.prepared(clock), "graph_dispatch_quantised_us": self.chain(self.dispatch_quantised)},
+            **{
+                **self.prepared(clock),
+                "graph_cold_us": self.cold(),
+                "graph_dispatch_quantised_us": self.chain(self.dispatch_quantised),
+            },
         )
 
     def prepared(self, clock: timing.CudaClock | timing.WallClock) -> dict[str, float]:

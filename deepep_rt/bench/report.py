@@ -36,6 +36,7 @@ _LOW_LATENCY_COLUMNS = {
     "C fp8": "graph_combine_fp8_us",
     "C log10": "graph_combine_log10_us",
     "graph D+C": "graph_both_us",
+    "D+C cold": "graph_cold_us",
     "step p50": "step_p50_us",
     "step p99": "step_p99_us",
     "D send": "dispatch_send_us",

@@ -84,6 +84,7 @@ class LowLatencyRow:
     prepared_call_us: float | None = None  # as call_us, host_dispatch_us and host_combine_us, through prepared calls
     host_prepared_dispatch_us: float | None = None
     host_prepared_combine_us: float | None = None
+    graph_cold_us: float | None = None  # of both, after a kernel that fills the caches
     graph_dispatch_quantised_us: float | None = None  # of rows that the program has quantised, as many bytes as FP8 rows
 
 
