@@ -7,7 +7,7 @@
 // Layout: staging at a token's rank has kNumTopk rows for each token of the window. It also has a weight for each of these rows, and for
 // each (token, rank) a bit mask of the choices that the rank sends. Choices that no rank sends have no bit.
 //
-// Roles of the warps in each block: the first kCombineCopyWarps warps copy rows, and then all warps add up rows. An item of the copy warps
+// Roles of the warps in each block: the first kChoicesCopyWarps warps copy rows, and then all warps add up rows. An item of the copy warps
 // is a row by token with all of its choices, or nothing: neighbouring items are for different ranks, as in common/work.cuh.
 //
 // Protocol:
@@ -112,7 +112,7 @@ __device__ inline void finish_items(const Params& p, const Routes& routes, int n
 
 __device__ inline void copy_rows(const Params& p, const Routes& routes, u32 epoch, char* stages, u64* barriers) {
   u32* tickets = &at<State>(p.state, 0)->combine_items;
-  WorkIterator work(make_work_queue(tickets, routes.num_items, gridDim.x * kCombineCopyWarps, kCombineItemsPerTicket), [](int) {});
+  WorkIterator work(make_work_queue(tickets, routes.num_items, gridDim.x * kChoicesCopyWarps, kCombineItemsPerTicket), [](int) {});
   int row = -1, num_done = 0;
   u32 choices = 0;
   auto next = [&] {
@@ -141,7 +141,7 @@ __device__ inline void copy_rows(const Params& p, const Routes& routes, u32 epoc
     auto written = [&](int, bool all) {
       if (all) finish_items(p, routes, num_done, epoch);
     };
-    bulk_pipeline<kCombineStages, (kCombineStages + 1) / 2, 4>(stages, barriers, next, target, load, store, written);
+    bulk_pipeline<kChoicesStages, kChoicesStages / 2, 4>(stages, barriers, next, target, load, store, written);
   } else {
     for (int entry = next(); entry >= 0; entry = next()) warp_copy(target_of(p, routes, entry), row_of(p, entry), kRowBytes);
     __syncwarp();
@@ -184,17 +184,17 @@ __device__ inline void reduce_tokens(const Params& p, u32 epoch) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kChoicesThreads, 1) combine_choices(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
-  __shared__ u64 barriers[kCombineCopyWarps * kCombineStages];
+  __shared__ u64 barriers[kChoicesCopyWarps * kChoicesStages];
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   if (p.first_token > 0 && state->combine_differs) return;  // the first window has said so
   const u32 epoch = state->combine_epoch + 1;
   const u32 serial = serial_of(p);
   if (serial == kNoSerial) {  // see recv_window.cuh
-    poison_sums(p, blockIdx.x * kCombineThreads + threadIdx.x, gridDim.x * kCombineThreads);
+    poison_sums(p, blockIdx.x * kChoicesThreads + threadIdx.x, gridDim.x * kChoicesThreads);
     return;
   }
   clear_next_waits(p, epoch, kPhaseCombineWindow, kPhaseCombineRows);
@@ -208,8 +208,8 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) combine_choices
 
   if (!routes.idle) {
     if (blockIdx.x == 0 && threadIdx.x == 0 && routes.num_items == 0) raise_flags(p, epoch);
-    if (warp < kCombineCopyWarps) {
-      copy_rows(p, routes, epoch, stages + warp * kCombineStages * kStageBytes, barriers + warp * kCombineStages);
+    if (warp < kChoicesCopyWarps) {
+      copy_rows(p, routes, epoch, stages + warp * kChoicesStages * kStageBytes, barriers + warp * kChoicesStages);
     }
     reduce_tokens(p, epoch);
   }

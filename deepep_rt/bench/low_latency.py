@@ -4,8 +4,8 @@
 
 `graph`: mean of a call in a captured chain. `D quantised`: the same for dispatches of bytes that travel as they are, with a float32 scale
 for each 128, as FP8 rows have. `C fp8`, `C log10`: for combines with `compress=`. `step`: time of each replay of a graph of dispatch and
-combine, replayed back to back. `cold`: a dispatch and a combine in a captured chain, after a kernel that fills the caches with other data. Its own
-time is not counted.
+combine, replayed back to back. `cold`: both in a captured chain, after a kernel that fills the caches with other data. The time of that
+kernel alone is subtracted.
 `prepared`: calls of `Buffer.prepare_low_latency`.
 `send`, `receive`: GPU times of the two launches of a call with a hook. All rows have arrived before the hook is called.
 """

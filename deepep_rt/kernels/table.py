@@ -471,8 +471,8 @@ KERNELS: dict[str, Kernel] = {
 """
             + _SIGNATURE,
             folder="experts",
-            threads="kCombineThreads",
-            shared="kCombineSharedBytes",
+            threads="kChoicesThreads",
+            shared="kChoicesSharedBytes",
             per_dtype=True,
         ),
         Kernel(

@@ -50,6 +50,9 @@ _MOST_STAGES = 12  # that are tried
 # because with more warps each thread would have fewer registers.
 _OTHER_WARPS = {"dispatch": (6, 4), "combine": (14, 8)}
 
+# The same of combine_choices, whose copy warps add up rows afterwards. It is slower with fewer copy warps (bench/measured.md).
+_CHOICES_WARPS, _OTHER_CHOICES_WARPS = (3, 8), (13, 8)
+
 _WARPS = (1, 2, 3, 4, 6)  # that are tried
 
 
@@ -87,6 +90,8 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
     usual: dict[str, int] = {}
     for call in CALLS:  # both have stages of the same size
         usual |= copy_constants(call, config, usual_shape(call, config, with_tma), with_tma)
+    choices = _fitting(config, with_tma, *_CHOICES_WARPS)
+    usual |= _constants("Choices", config, choices, choices.warps + _OTHER_CHOICES_WARPS[0 if with_tma else 1], with_tma)
     return {
         "kHasTma": int(with_tma),
         "kLlThreads": config.low_latency_threads,
@@ -206,7 +211,10 @@ def compressed_stages(config: Config, dtype: str, compression: str) -> dict[str,
 
 def usual_shape(call: str, config: Config, with_tma: bool) -> CopyShape:
     """Return the shape of a Buffer that was not tuned."""
-    most_warps, plain_warps = {"dispatch": (2, 12), "combine": (2, 8)}[call]
+    return _fitting(config, with_tma, *{"dispatch": (2, 12), "combine": (2, 8)}[call])
+
+
+def _fitting(config: Config, with_tma: bool, most_warps: int, plain_warps: int) -> CopyShape:
     stage = stage_bytes(config, STAGE_BYTES)
     warps = min(most_warps, max(1, _STAGING_BYTES // (2 * stage))) if with_tma else plain_warps
     return CopyShape(warps, max(2, min(8, _STAGING_BYTES // (warps * stage))), STAGE_BYTES)
@@ -250,17 +258,21 @@ def copy_constants(call: str, config: Config, shape: CopyShape, with_tma: bool) 
     Without bulk copies (`with_tma`), blocks need no shared memory for stages.
     """
     assert call in CALLS
-    name, others = call.capitalize(), _OTHER_WARPS[call][0 if with_tma else 1]
-    pitch = stage_bytes(config, shape.copy_bytes) + _LINE  # staging keeps the destination's offset within its 128-byte line
+    others = _OTHER_WARPS[call][0 if with_tma else 1]
     all_warps = others + (shape.warps if call == "dispatch" else usual_shape(call, config, with_tma).warps)
-    constants = {
+    constants = _constants(call.capitalize(), config, shape, all_warps, with_tma)
+    return constants if call == "dispatch" else {**constants, "kCopyWarpsOfManyBlocks": shape.warps}
+
+
+def _constants(name: str, config: Config, shape: CopyShape, all_warps: int, with_tma: bool) -> dict[str, int]:
+    pitch = stage_bytes(config, shape.copy_bytes) + _LINE  # staging keeps the destination's offset within its 128-byte line
+    return {
         "kStageBytes": pitch,
         f"k{name}CopyWarps": shape.warps,
         f"k{name}Stages": shape.stages,
         f"k{name}Threads": 32 * all_warps,
         f"k{name}SharedBytes": shape.warps * shape.stages * pitch if with_tma else 0,
     }
-    return constants if call == "dispatch" else {**constants, "kCopyWarpsOfManyBlocks": shape.warps}
 
 
 def stage_bytes(config: Config, copy_bytes: int) -> int:
