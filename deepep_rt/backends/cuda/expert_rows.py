@@ -93,7 +93,7 @@ class ExpertRows:
         x, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_weights)
         num_tokens, returns = routing.by_token.num_recv_rows, weights is not None and not inputs.weighted
         parts = arrange([("weights", num_tokens * num_topk * 4 if returns else 0), ("x", num_tokens * x.row_bytes)])
-        memory = self._memory.allocate(parts.num_bytes, call)
+        memory = self._by_token.memory_for_rows(parts.num_bytes, call) or self._memory.allocate(parts.num_bytes, call)
         out, out_weights = memory.ptr + parts.offsets["x"], memory.ptr + parts.offsets["weights"]
         values = {
             "x": x.ptr,

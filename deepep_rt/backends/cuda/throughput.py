@@ -324,6 +324,10 @@ class RowMover(ABC):
         self._add_combine_params(params, x.row_bytes, sent_bytes, handle.num_recv_rows, pack(inputs.signature))
         return self._runtime.launcher(kernel, x.dtype), params
 
+    def memory_for_rows(self, num_bytes: int, call: Call) -> Block | None:
+        """Allocate memory whose rows `add_up` need not copy. None: there is no room, or it makes no difference."""
+        return None
+
     def rows_setter(self, launch: PreparedLaunch, row_bytes: int, capacity: int) -> Callable[[int], None]:
         """Return a function that lets later launches of a prepared combine read other rows. It gets their address."""
         return launch.member("y")
@@ -492,6 +496,12 @@ class NodesThroughput(RowMover):
             exposed = self._nodes.exposed(capacity, row_bytes).offsets
         in_place = self.results.offset_in_pool(y, capacity * row_bytes) if self._config.node_size > 1 else None
         return first + exposed["exposed"] if in_place is None else in_place, first + exposed["exposed_weights"]
+
+    def memory_for_rows(self, num_bytes: int, call: Call) -> Block | None:
+        """See `RowMover.memory_for_rows`. A captured graph would keep its part of the pool."""
+        if self._config.node_size == 1 or call.capture is not None:
+            return None
+        return self.results.pool.allocate(num_bytes, call.stream)
 
     def rows_setter(self, launch: PreparedLaunch, row_bytes: int, capacity: int) -> Callable[[int], None]:
         """See `RowMover.rows_setter`."""

@@ -88,6 +88,27 @@ def test_rows_of_a_result_stay_in_place(ranks_per_node: int, prepared: bool, fak
             assert BASE + combine.exposed_weights_offset in landing
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_sums_of_rows_by_expert_stay_in_place(ranks_per_node: int, fake: FakeGpu, make: Any) -> None:
+    """They lie in the pool, while it has room. Afterwards nothing of the pool is in use."""
+    with make(**{**RELAY, "ranks_per_node": ranks_per_node}) as buffer:
+        calls = ThroughputCalls(fake, buffer, layout="expert")
+        landing, results = region(buffer, "landing"), buffer._backend.throughput.results
+        y = Array(fake, "bfloat16", calls.handle.num_recv_rows, buffer.config.hidden)
+        used = results.pool.used_bytes
+        for is_full in (False, True, False):
+            others = [results.pool.allocate(4096, 0) for _ in range(1 if not is_full else results.pool.free_bytes // 4096)]
+            buffer.combine(y, calls.handle)
+            sums, combine = fake.pop_launches()
+            assert combine.y == sums.out
+            in_place = ranks_per_node > 1 and not is_full
+            assert (BASE + combine.exposed_offset == sums.out) == in_place
+            assert (BASE + combine.exposed_offset in landing) == (not in_place)
+            others.clear()
+        buffer.synchronize()
+        assert results.pool.used_bytes == used
+
+
 def test_calls_do_not_arrange_memory_anew(fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of a chunk takes the host as long as half a call. Calls with known sizes have it."""
     with make(**RELAY) as buffer:
