@@ -27,9 +27,10 @@ from deepep_rt.tuned import CALLS, CopyShape
 NAMES = (
     *("kStageBytes", "kDispatchCopyWarps", "kDispatchStages", "kDispatchThreads", "kDispatchSharedBytes", "kCombineCopyWarps"),
     *("kCopyWarpsOfManyBlocks", "kCombineStages", "kCombineThreads", "kCombineSharedBytes"),
+    *("kChoicesCopyWarps", "kChoicesStages", "kChoicesThreads", "kChoicesSharedBytes"),
 )
-SM_80 = (12, 2, 512, 0, 8, 8, 2, 512, 0)
-SM_90 = (2, 6, 256, 198144, 2, 2, 6, 512, 198144)
+SM_80 = (12, 2, 512, 0, 8, 8, 2, 512, 0, 8, 2, 512, 0)
+SM_90 = (2, 6, 256, 198144, 2, 2, 6, 512, 198144, 3, 4, 512, 198144)
 
 
 def _config(**changes: Any) -> Config:
@@ -46,7 +47,7 @@ def _config(**changes: Any) -> Config:
         (256, "bfloat16", "sm_90", (16512, *SM_90)),
         (7168, "float8_e4m3fn", "sm_90", (16512, *SM_90)),
         (24576, "float32", "sm_80", (98432, *SM_80)),
-        (24576, "float32", "sm_90", (98432, 1, 2, 224, 196864, 1, 1, 2, 480, 196864)),
+        (24576, "float32", "sm_90", (98432, 1, 2, 224, 196864, 1, 1, 2, 480, 196864, 1, 2, 448, 196864)),
     ],
 )
 def test_kernels_of_untuned_buffers_stay(hidden: int, dtype: str, arch: str, expected: tuple[int, ...]) -> None:
