@@ -96,7 +96,7 @@ struct Staged {
 // before it waits.
 template <int kPlaces, int kStages>
 struct BulkCopies {
-  // As in bulk_pipeline: the warp fills half of the stages while the copy engine empties the others. Signals follow sooner than there.
+  // As in bulk_pipeline: the warp fills some stages while the copy engine empties the others.
   static constexpr int kFilling = kStages / 2, kEmptying = kStages - kFilling, kUnwritten = 2;
 
   char* stages;

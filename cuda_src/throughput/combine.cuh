@@ -15,9 +15,9 @@
 // Copy warps never wait for reduce warps, and staging holds all rows. The kernel therefore cannot deadlock while the blocks of each rank
 // get to run.
 //
-// Blocks: with few of them, each block has warps of all roles. Otherwise the first kCopyBlocks blocks copy, as many as fill the links. All
-// other blocks only reduce. More copies would wait in a queue in front of the links, and the flags behind them. Sums would take from the
-// copies what an SM can move.
+// Blocks: with few of them, each block has warps of all roles. Otherwise the first kCopyBlocks blocks copy, as many as fill the links, and
+// the other blocks reduce. The warps of copy blocks reduce what is left when their copies have been written. With more copy blocks, copies
+// would wait in front of the links, and flags behind them. In one block, copies and sums would share what an SM can move.
 //
 // Protocol:
 // 1. Each rank publishes its receive window (recv_window.cuh).

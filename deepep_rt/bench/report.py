@@ -166,8 +166,9 @@ def low_latency_table(result: Mapping[str, Any], references: Iterable[Reference]
     both, sizes = f"both_{fp8_or_bf16(result)}", Sizes.of(result)
     others = [reference for reference in references if any(part == both for part, _ in reference.low_latency)]
     cautions = dict.fromkeys(filter(None, (difference_note(sizes, reference) for reference in others)))
-    caption = " ".join([f"us; D: dispatch, C: combine. {result['boundary']}.", *cautions])
     columns, cells = low_latency_columns(result), []
+    cold = "; cold: after a kernel that fills the caches" if "D+C cold" in columns else ""
+    caption = " ".join([f"us; D: dispatch, C: combine{cold}. {result['boundary']}.", *cautions])
     for row in low_latency_rows(result):
         theirs = [reference.low_latency.get((both, row.tokens)) for reference in others]
         figures = [getattr(row, column) for column in columns.values()]

@@ -50,7 +50,8 @@ _MOST_STAGES = 12  # that are tried
 # because with more warps each thread would have fewer registers.
 _OTHER_WARPS = {"dispatch": (6, 4), "combine": (14, 8)}
 
-# The same of combine_choices, whose copy warps add up rows afterwards. It is slower with fewer copy warps (bench/measured.md).
+# Of combine_choices, with TMA and without: the most copy warps, and the other warps of a block. Its copy warps add up rows afterwards, and
+# fewer of them are slower (bench/measured.md).
 _CHOICES_WARPS, _OTHER_CHOICES_WARPS = (3, 8), (13, 8)
 
 _WARPS = (1, 2, 3, 4, 6)  # that are tried
@@ -104,7 +105,7 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         "kCombineItemsPerTicket": 2,
         "kManyBlocks": _MANY_BLOCKS,
         "kFewBlocks": _FEW_BLOCKS,
-        "kCopyBlocks": _COPY_BLOCKS.get(arch_number(arch), 0) if with_tma else 0,
+        "kCopyBlocks": _COPY_BLOCKS.get(arch_number(arch), 0),
         **usual,
     }
 
