@@ -378,6 +378,7 @@ class Buffer(SharedByCopies):
         use_fp8: bool = False,
         round_scale: bool = False,
         use_ue8m0: bool = False,
+        signals: bool = False,
         async_finish: bool = False,
         previous_event: Any = None,
         stream: Any = None,
@@ -409,6 +410,9 @@ class Buffer(SharedByCopies):
                 arrives as `recv_x_scales`. All GPUs need FP8 (sm_89 or newer).
             round_scale: With `use_fp8`, make the scales powers of two.
             use_ue8m0: With `use_fp8`, deliver such scales as their 8-bit exponents.
+            signals: With `layout="expert"`, let a kernel read rows before all of them are here. The call runs as with `async_finish=True`.
+                `result.tile_ready` says which tiles of rows are complete, and `result.event` marks the end of the call. The kernel
+                leaves `num_sms` SMs free, or the rows never come. `expert_alignment` is a multiple of 64.
             async_finish: Run on the buffer's own stream. `result.event` marks the end of the call.
             previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
             stream: Run on this stream (an array library's, or an integer handle) instead of the caller's current one. An external stream
@@ -440,10 +444,10 @@ class Buffer(SharedByCopies):
             forms = self._forms["dispatch"]
             if handle is not None:
                 options: tuple[Any, ...] = (topk_idx, topk_weights, num_worst_tokens, expert_alignment, layout, zero_padding)
-                options += scales_layout, use_fp8, round_scale, use_ue8m0, async_finish, previous_event, stream
+                options += scales_layout, use_fp8, round_scale, use_ue8m0, signals, async_finish, previous_event, stream
                 if (known := forms.repeat(options, (x, x_scales), handle)) is not None:
                     return known
-            call = begin_call(backend, x, async_finish, previous_event, stream)
+            call = begin_call(backend, x, async_finish or signals, previous_event, stream)
             inputs = dispatch_inputs(
                 self._info,
                 call.stream,
@@ -460,6 +464,7 @@ class Buffer(SharedByCopies):
                 use_fp8,
                 round_scale,
                 use_ue8m0,
+                signals,
             )
             if handle is not None and stream is None:
                 forms.note((inputs.x.shape, handle.num_recv_rows), options, (x, x_scales), inputs, call)

@@ -36,6 +36,9 @@ COMBINE_DTYPES = ("bfloat16", "float16", "float32")
 MAX_ALIGNMENT = 1 << 20
 """The largest `expert_alignment`."""
 
+TILE_ROWS = (128, 64)
+"""Rows that a tile of a dispatch with `signals=True` may have. The first that divides its `expert_alignment` holds."""
+
 ROW_ALIGNMENT = 16
 """Bytes. Kernels copy rows in pieces of this size."""
 
@@ -65,6 +68,11 @@ MAX_ROUTE_BLOCKS = 16
 
 
 @functools.lru_cache
+def tile_rows_of(expert_alignment: int) -> int:
+    """Return the rows of a tile where the rows of each expert begin at a multiple of `expert_alignment`. 0: there are no tiles."""
+    return next((rows for rows in TILE_ROWS if expert_alignment % rows == 0), 0)
+
+
 def rows_per_copy(row_bytes: int, copy_bytes: int = STAGE_BYTES) -> int:
     """Return the rows of one bulk copy: the largest power of two up to 32 with at most `copy_bytes` bytes, at least one."""
     rows = 1

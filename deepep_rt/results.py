@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from .arrays.frameworks import of_stream
 from .arrays.view import Framework, View
@@ -114,6 +114,8 @@ class DispatchHandle(_Handle):
 
     layout: str = field(default="token", kw_only=True)
     """The order of the rows: "token" or "expert"."""
+    tile_rows: int = field(default=0, kw_only=True)
+    """Rows of a tile of a dispatch with `signals=True`: 128 or 64, the largest that divides its `expert_alignment`. 0: none does."""
 
 
 Views = dict[str, View | None]
@@ -198,6 +200,17 @@ class DispatchResult(_Arrays):
     def recv_expert_idx(self) -> Any:
         """The local expert of each row, `[num_recv]` int32; -1 in padding. Only with `layout="expert"`."""
         return self._array("expert_idx")
+
+    @cached_property
+    def tile_ready(self) -> Any:
+        """Whether each tile of `handle.tile_rows` rows of `recv_x` is complete, `[tiles]` int32, on the device. Only with `signals=True`.
+
+        A word is 0, and becomes `signal` once all rows of its tile are here. Tiles become ready in about ascending order.
+        """
+        return self._array("tile_ready")
+
+    signal: ClassVar[int] = 1
+    """The word of `tile_ready` that says that a tile is complete."""
 
     @cached_property
     def num_recv_tokens(self) -> Any:

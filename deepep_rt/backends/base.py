@@ -259,13 +259,15 @@ class DispatchInputs:
     use_fp8: bool = False  # convert x on the way
     round_scale: bool = False  # scales are powers of two
     use_ue8m0: bool = False  # and are sent as their exponents
+    signals: bool = False  # tell a consumer of each tile of rows by expert that is complete
+    rows: View | None = None  # if x are only the heads of the rows: the rows, which another kernel sends
 
     @property
     def signature(self) -> Signature:
         """What all ranks must agree on, after `use_fp8` has converted the rows."""
-        x, scales = self.x, self.scales
+        x, scales = self.rows or self.x, self.scales
         return Signature(
-            dispatch_kind(self.layout, self.handle is not None),
+            dispatch_kind(self.layout, self.handle is not None, self.signals),
             x.dtype,
             _dtype(self.topk_idx),
             _dtype(self.topk_weights),

@@ -13,7 +13,7 @@ from ..arrays import frameworks
 from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import FP8_GROUP
 from ..arrays.view import HOST, View
-from ..config import COMBINE_DTYPES, MAX_ALIGNMENT, MAX_ROW_BYTES, MAX_SCALE_BYTES, ROW_ALIGNMENT, Config
+from ..config import COMBINE_DTYPES, MAX_ALIGNMENT, MAX_ROW_BYTES, MAX_SCALE_BYTES, ROW_ALIGNMENT, TILE_ROWS, Config, tile_rows_of
 from ..errors import EPError, EPInputError
 from ..kernels.regions import align_up
 from ..results import DispatchHandle, LowLatencyHandle
@@ -105,6 +105,7 @@ def dispatch_inputs(
     use_fp8: bool = False,
     round_scale: bool = False,
     use_ue8m0: bool = False,
+    signals: bool = False,
 ) -> DispatchInputs:
     """Check the arguments of `Buffer.dispatch`. Its docstring names the rules."""
     config = info.config
@@ -157,6 +158,8 @@ def dispatch_inputs(
         raise EPInputError(
             f"expert_alignment={expert_alignment}; expected 1 with a handle, which has counts already. Pass it to the first dispatch"
         )
+    if signals := flag(signals, "signals"):
+        _check_signals(layout, tile_rows_of(expert_alignment) if handle is None else handle.tile_rows, expert_alignment)
     return DispatchInputs(
         rows,
         idx,
@@ -171,7 +174,18 @@ def dispatch_inputs(
         use_fp8,
         round_scale,
         use_ue8m0,
+        signals,
     )
+
+
+def _check_signals(layout: str, tile_rows: int, expert_alignment: int) -> None:
+    if layout != "expert":
+        raise EPInputError("signals=True; expected layout='expert' with it, because tiles have rows of one expert. Pass both")
+    if not tile_rows:
+        raise EPInputError(
+            f"signals=True with expert_alignment={expert_alignment}; expected a multiple of {min(TILE_ROWS)}, so that tiles have rows of "
+            f"one expert. Pass expert_alignment={max(TILE_ROWS)} to the dispatch that makes the routing"
+        )
 
 
 def _check_fp8(rows: View, scales: View | None, use_fp8: bool, use_ue8m0: bool) -> None:

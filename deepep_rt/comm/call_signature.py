@@ -23,6 +23,8 @@ CALL_KINDS = (
     "combine with weighted=True and reduce='topk'",
     *(f"combine with {weighted}compress={name!r}" for weighted in ("", "weighted=True and ") for name in COMPRESSIONS),
     *(f"low_latency_combine with compress={name!r}" for name in COMPRESSIONS),
+    "dispatch with layout='expert' and signals=True",
+    "dispatch with a handle and signals=True",
 )
 
 _ROW_BYTES = "bytes of a row of x"
@@ -49,7 +51,7 @@ _REMEDIES = {  # by field, if it is no array or argument
     _STEP: "Make a new Buffer on all ranks",
 }
 NUM_FIELDS = len(_FIELDS) + 1  # with the number of the handle
-_BITS = tuple((len(values) - 1).bit_length() for _, values in _FIELDS)
+_SIZES = tuple(len(values) for _, values in _FIELDS)
 
 
 class Signature(NamedTuple):
@@ -72,8 +74,10 @@ class Signature(NamedTuple):
     of the launch, from 1."""
 
 
-def dispatch_kind(layout: str, has_handle: bool) -> str:
+def dispatch_kind(layout: str, has_handle: bool, signals: bool = False) -> str:
     """Return the kind of a throughput dispatch with this layout, which a handle has already."""
+    if signals:
+        return "dispatch with a handle and signals=True" if has_handle else "dispatch with layout='expert' and signals=True"
     return "dispatch with a handle" if has_handle else "dispatch" if layout == "token" else "dispatch with layout='expert'"
 
 
@@ -101,19 +105,19 @@ def fields(signature: Signature) -> tuple[int, ...]:
 @functools.lru_cache
 def pack(signature: Signature) -> int:
     """Return a signature as one number of 64 bits, for kernels."""
-    number = shift = 0
-    for field, bits in zip(fields(signature), _BITS, strict=True):
-        number |= field << shift
-        shift += bits
+    number, unit = 0, 1
+    for field, size in zip(fields(signature), _SIZES, strict=True):
+        number += field * unit
+        unit *= size
     return number
 
 
 def unpack(number: int) -> tuple[int, ...]:
     """Return the fields of a packed signature."""
     found = []
-    for bits in _BITS:
-        found.append(number & (1 << bits) - 1)
-        number >>= bits
+    for size in _SIZES:
+        number, field = divmod(number, size)
+        found.append(field)
     return tuple(found)
 
 

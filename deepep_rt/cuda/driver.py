@@ -255,6 +255,12 @@ def free_pinned(ptr: int) -> None:
     driver.cuMemFreeHost(ptr)
 
 
+def fill_words(ptr: int, word: int, count: int, stream: int) -> None:
+    """Write a 32-bit word to device memory, `count` times, in the order of the stream."""
+    if count:
+        ok(driver.cuMemsetD32Async(ptr, word, count, stream))
+
+
 def copy_async(to: int, source: int, num_bytes: int, stream: int) -> None:
     """Copy in any direction between host and device memory."""
     if num_bytes:

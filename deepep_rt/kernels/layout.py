@@ -75,6 +75,8 @@ class Layout:
                 ("combine_windows", 2 * ranks * structs.RecvWindow.size(self._sizes)),
                 ("dispatch_flags", ranks * 4),
                 ("combine_flags", ranks * chunks * 4),
+                # [source][place] of the rows of a dispatch with signals: the row and the epoch
+                ("arrivals", ranks * self.config.num_max_tokens_per_rank * 8),
             ]
         )
 

@@ -69,6 +69,8 @@ PROMISES: dict[str, Promise] = {
     "zero_padding": Promise(loads_at_once=4),
     "expert_positions": Promise(),
     "expand_rows": Promise(loads_at_once=4),
+    "prepare_tiles": Promise(),
+    "expand_tiles": Promise(bulk_copies=True),
     "sum_expert_rows": Promise(loads_at_once=4),
     "list_choices": Promise(),
     "dispatch_layout": Promise(narrow_accesses=True),

@@ -18,6 +18,7 @@ from .structs import CStruct
 _CALL_KINDS = {
     "route": CALL_KINDS.index("dispatch"),
     "dispatch": CALL_KINDS.index("dispatch"),
+    "expand_tiles": CALL_KINDS.index("dispatch"),
     "combine": CALL_KINDS.index("combine"),
     "combine_choices": CALL_KINDS.index("combine"),
     "ll_dispatch": CALL_KINDS.index("low_latency_dispatch"),
@@ -190,6 +191,32 @@ LOCAL_KERNELS = (
 """,
         folder="experts",
         threads="kLocalThreads",
+        is_local=True,
+        overlaps=True,
+    ),
+    Kernel(
+        "prepare_tiles",
+        """
+    u64 topk_idx;           // [num_tokens, num_topk] int32 or int64, or 0
+    u64 num_rows;           // [num_ranks, num_ranks] int32, by source and destination; these two of a handle
+    u64 send_list;          // [num_ranks, max_tokens] int32: the tokens of the rows for each rank
+    u64 order;              // out: [num_ranks, max_tokens] a row among those for a rank, and its token, in the order in which they leave
+    u64 offsets;            // these two of expert_positions
+    u64 ends;
+    u64 tile_left;          // out: [tiles] int32, the rows of each tile, and one more
+    i32 finds_order;        // 0: `order` is there already
+    i32 idx_bytes;          // 4 or 8
+    i32 num_tokens;
+    i32 num_topk;
+    i32 num_experts;        // of a rank
+    i32 num_ranks;
+    i32 max_tokens;
+    i32 rank;
+    i32 num_expert_rows;
+    i32 tile_rows;
+""",
+        folder="experts",
+        threads="kPositionThreads",
         is_local=True,
         overlaps=True,
     ),
@@ -434,6 +461,34 @@ KERNELS: dict[str, Kernel] = {
             folder="throughput",
             threads="kDispatchThreads",
             shared="kDispatchSharedBytes",
+            overlaps=True,
+        ),
+        Kernel(
+            "expand_tiles",
+            _COMMON
+            + """
+    i32 row_bytes;
+    i32 head_bytes;         // of each row, which the dispatch has sent
+    u64 x;                  // [num_tokens, row_bytes]
+    u64 handle;
+    u64 order;              // of prepare_tiles
+    u64 recv_x_offset;      // where this rank receives rows by token: offset from its symmetric base
+    u64 positions;          // these three of expert_positions
+    u64 offsets;
+    u64 ends;
+    u64 out_x;              // [num_rows, row_bytes] rows by expert
+    u64 tile_left;          // [tiles] int32, of prepare_tiles
+    u64 tile_ready;         // [tiles] int32: 1 once the rows of the tile are here
+    i32 num_rows;
+    i32 tile_rows;          // rows of a tile
+    i32 zero_padding;
+    i32 num_sending;        // blocks that send
+    i32 follows_route;      // as in the dispatch
+"""
+            + _SIGNATURE,
+            folder="experts",
+            threads="kTilesThreads",
+            shared="kTilesSharedBytes",
             overlaps=True,
         ),
         Kernel(

@@ -54,6 +54,9 @@ _OTHER_WARPS = {"dispatch": (6, 4), "combine": (14, 8)}
 # fewer of them are slower (bench/measured.md).
 _CHOICES_WARPS, _OTHER_CHOICES_WARPS = (3, 8), (13, 8)
 
+# Of expand_tiles, with TMA and without: the most copy warps. Of the other warps of a block, one signals or all fill padding.
+_TILES_WARPS, _OTHER_TILES_WARPS = (6, 8), 2
+
 _WARPS = (1, 2, 3, 4, 6)  # that are tried
 
 
@@ -93,6 +96,8 @@ def tuning(config: Config, arch: str) -> dict[str, int]:
         usual |= copy_constants(call, config, usual_shape(call, config, with_tma), with_tma)
     choices = _fitting(config, with_tma, *_CHOICES_WARPS)
     usual |= _constants("Choices", config, choices, choices.warps + _OTHER_CHOICES_WARPS[0 if with_tma else 1], with_tma)
+    tiles = _fitting(config, with_tma, *_TILES_WARPS)
+    usual |= _constants("Tiles", config, tiles, tiles.warps + _OTHER_TILES_WARPS, with_tma)
     return {
         "kHasTma": int(with_tma),
         "kLlThreads": config.low_latency_threads,

@@ -147,6 +147,7 @@ class FakeDriver:
             "write_int32_now": lambda ptr, value: ctypes.memmove(ptr, ctypes.byref(ctypes.c_int32(value)), 4),
             "fill": lambda ptr, byte, num_bytes: ctypes.memset(ptr, byte, num_bytes),
             "copy_async": self._copy,
+            "fill_words": self._fill_words,
             "allocate": gpus.allocate,
             "allocate_async": lambda num_bytes, stream: gpus.allocate(num_bytes),
             "trim_memory_pool": lambda: None,
@@ -177,6 +178,10 @@ class FakeDriver:
 
     def _copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
         self.stream(stream).append(lambda: bool(ctypes.memmove(to, source, num_bytes)))
+
+    def _fill_words(self, ptr: int, word: int, count: int, stream: int) -> None:
+        words = word.to_bytes(4, "little") * count
+        self.stream(stream).append(lambda: bool(ctypes.memmove(ptr, words, len(words))))
 
     def _synchronize(self, number: int) -> None:
         stream = self.stream(number)

@@ -32,7 +32,7 @@ from deepep_rt import Buffer, EPError
 from deepep_rt.comm.failure_notice import FailureNotice
 
 from . import relays
-from .device_arrays import DeviceArray, array_at
+from .device_arrays import DeviceArray, array_at, callers_stream
 from .fake_driver import FakeDriver
 from .gpus import Deadlock, Gpus, KernelLaunch
 from .host_program import HostProgram
@@ -254,6 +254,10 @@ class Machine(AbstractContextManager):
         """Make a stream on a rank's GPU."""
         self._driver.current_rank = rank
         return self._driver.new_stream()
+
+    def queue(self, rank: int, work: Callable[[], bool]) -> None:
+        """Queue work on the caller's stream of a rank. The function is called until it returns that the work is done."""
+        self._driver.stream(callers_stream(rank)).append(work)
 
     def run(self) -> None:
         """Run all work that is queued.

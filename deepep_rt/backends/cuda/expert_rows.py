@@ -13,6 +13,7 @@ from typing import Any
 
 from ...arrays.view import View
 from ...comm.call_signature import pack
+from ...config import tile_rows_of
 from ...errors import EPOutOfMemoryError
 from ...jit.launch import launch_local, load_local
 from ...kernels.regions import Map, align_up, arrange
@@ -23,6 +24,7 @@ from ..base import SCALE_COLUMN_ALIGNMENT, Call, CombineInputs, DispatchInputs
 from .result_memory import ArrivingRows, CallMemory, combine_views
 from .runtime import CudaRuntime, address_of
 from .throughput import NodesThroughput, RowMover
+from .tile_signals import TileSignals
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,9 @@ class RowsByExpert:
     by_token: DispatchHandle
     memory: Any  # the owner of the tables
     tables: dict[str, int]  # addresses of positions, offsets, ends, totals and sources: see the kernel expert_positions
+    order: Any = (
+        None  # the owner of the order in which rows leave, if the dispatch that made the handle had signals (prepare_tiles)
+    )
 
 
 class ExpertRows:
@@ -56,12 +61,19 @@ class ExpertRows:
         known, stream = inputs.handle, call.stream
         worst = None if known or inputs.num_worst_tokens is None else self._config.num_max_recv_tokens
         by_token = replace(inputs, handle=known and known.routing.by_token, num_worst_tokens=worst)
+        tiles = order = None
+        if inputs.signals:
+            tiles = TileSignals(self._runtime, self._by_token, self._memory, inputs, call)
+            by_token, order = tiles.by_token(by_token), tiles.make_order(known)
         if known:
             handle = known
-            _, make_views = self._by_token.send_rows(by_token, call)
+            _, make_views = self._by_token.send_rows(by_token, call, tiles.note_place if tiles else None)
         else:
-            handle, make_views = self._send_with_new_routing(inputs, by_token, call)
+            handle, make_views = self._send_with_new_routing(inputs, by_token, call, tiles, order)
         views = make_views()
+        if tiles is not None:
+            assert views["x"] is not None
+            views["x"] = tiles.rows_of(views["x"])
         routing: RowsByExpert = handle.routing
         routing.memory.add_stream(stream)
         parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
@@ -76,9 +88,14 @@ class ExpertRows:
             "a dispatch was interrupted between its rows by token and by expert", "kPhaseDispatchRows"
         ):
             self._launch_expand(handle, views, inputs, parts, memory.ptr, stream)
-            self._runtime.order.record_end(call, (), (routing.memory,))
+            if tiles is None:
+                self._runtime.order.record_end(call, (), (routing.memory,))
+            else:
+                tiles.queue(handle, order, routing.tables, memory.ptr + parts.offsets["x"])
+                own = (routing.memory,) if order is None else (routing.memory, order)
+                self._runtime.order.record_end(call, (inputs.x, inputs.topk_idx), own, inputs.x, inputs.topk_idx)
         formats = {name: view and (view.dtype, view.shape[1:]) for name, view in views.items()}
-        make = functools.partial(self._views, formats, counts, handle, inputs.scales_by_column, parts, memory, call)
+        make = functools.partial(self._views, formats, counts, handle, inputs.scales_by_column, parts, memory, call, tiles)
         return handle, make
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
@@ -117,7 +134,7 @@ class ExpertRows:
         return make_views
 
     def _send_with_new_routing(
-        self, inputs: DispatchInputs, by_token: DispatchInputs, call: Call
+        self, inputs: DispatchInputs, by_token: DispatchInputs, call: Call, tiles: TileSignals | None, order: Any
     ) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Queue the dispatch of the rows by token, and behind it the search of the rows of each expert. Return the handle of rows by
         expert.
@@ -136,6 +153,8 @@ class ExpertRows:
         tables = {name: memory.ptr + offset for name, offset in parts.offsets.items()}
 
         def find_positions(rows: ArrivingRows) -> None:
+            if tiles is not None:
+                tiles.note_place(rows)
             values = {
                 "topk_idx": rows.topk_idx,
                 "src_idx": rows.src_idx,
@@ -159,8 +178,12 @@ class ExpertRows:
         if num_rows is None:
             assert counts is not None
             num_rows = sum(counts)
-        routing = RowsByExpert(sent, memory, tables)
-        return DispatchHandle(sent.num_tokens, num_rows, counts, sent.buffer_serial, routing, {}, layout="expert"), make_views
+        routing = RowsByExpert(sent, memory, tables, order)
+        tile_rows = tile_rows_of(inputs.expert_alignment)
+        handle = DispatchHandle(
+            sent.num_tokens, num_rows, counts, sent.buffer_serial, routing, {}, layout="expert", tile_rows=tile_rows
+        )
+        return handle, make_views
 
     def _launch_expand(
         self, handle: DispatchHandle, by_token: Views, inputs: DispatchInputs, parts: Map, base: int, stream: int
@@ -181,7 +204,7 @@ class ExpertRows:
             "out_experts": base + parts.offsets["expert_idx"],
             "out_offsets": base + parts.offsets["expert_offsets"],
             "out_num_recv": base + parts.offsets["num_recv"],
-            "row_bytes": x.row_bytes,
+            "row_bytes": 0 if inputs.signals and not isinstance(self._by_token, NodesThroughput) else x.row_bytes,
             "scale_words": scales.row_bytes // 4 if scales else 0,
             "scale_stride": align_up(num_rows, SCALE_COLUMN_ALIGNMENT) if inputs.scales_by_column else 0,
             "num_topk": self._config.num_topk,
@@ -218,6 +241,7 @@ class ExpertRows:
         parts: Map,
         memory: Any,
         call: Call,
+        tiles: TileSignals | None,
     ) -> Views:
         num_rows = handle.num_recv_rows
         dtype, row = formats["x"]
@@ -240,6 +264,11 @@ class ExpertRows:
             for name, (dtype, shape) in shapes.items()
         }
         views["num_recv_per_expert"] = counts
+        if tiles is not None:
+            shape = (tiles.num_tiles(num_rows),)
+            views["tile_ready"] = result(tiles.memory.ptr, shape, "int32", tiles.memory, framework, call.stream)
+            # A consumer of tiles must not wait for the end of the call.
+            views = {name: view and replace(view, dependency=None) for name, view in views.items()}
         return views
 
 

@@ -232,6 +232,7 @@ class ResultMemory:
 class ArrivingRows:
     """Addresses of what a launched routing and its dispatch write. Work behind it on its stream may read there."""
 
+    x: int
     topk_idx: int
     src_idx: int
     num_recv: int
@@ -290,6 +291,7 @@ def arriving_rows(
     the caller's counts, and the rows of the result are as many as the host knows.
     """
     return ArrivingRows(
+        x=first + offsets["x"],
         topk_idx=first + offsets["topk_idx"],
         src_idx=first + offsets["src_idx"],
         num_recv=tables + table_offsets["num_recv"],

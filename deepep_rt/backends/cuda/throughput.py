@@ -124,8 +124,8 @@ class RowMover(ABC):
     ) -> tuple[DispatchHandle, Callable[[], Views]]:
         """Launch the routing, unless a handle gives it, and the dispatch of rows. Wait for the counts if only they tell the size.
 
-        Over several nodes, wait before the launch of the dispatch if the pool has no room for `num_max_recv_tokens` rows, or grows. If the
-        routing is new, `on_launch` runs right after the launch of the dispatch: before the host waits for counts, if it can.
+        Over several nodes, wait before the launch of the dispatch if the pool has no room for `num_max_recv_tokens` rows, or grows.
+        `on_launch` runs right after the launch of the dispatch: before the host waits for counts, if it can.
 
         Return the handle, and the function that makes the results.
         """
@@ -139,7 +139,7 @@ class RowMover(ABC):
             raise _counts_in_capture()
         arrays = self._runtime.on_device(stream, inputs.x, inputs.topk_idx, inputs.topk_weights, inputs.scales)
         x, idx, _, scales = arrays
-        row_bytes = x.row_bytes
+        row_bytes = (inputs.rows or x).row_bytes
         sizes = row_bytes, scales.row_bytes if scales else 0, idx.itemsize if idx else 0, idx is not None
         counts_list = None
         capacity = self._config.num_max_recv_tokens if inputs.num_worst_tokens is None else inputs.num_worst_tokens
@@ -173,9 +173,9 @@ class RowMover(ABC):
             if self._network is not None:
                 self._network.wake()
             launch(stream, self.num_sms, params)
-            if known is None and on_launch is not None and has_room:  # before the end of the call is recorded
-                first = self._runtime.memory.ptr + reserved.offset
-                on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx.itemsize))
+            if on_launch is not None and has_room:  # before the end of the call is recorded
+                first, idx_bytes = self._runtime.memory.ptr + reserved.offset, idx.itemsize if idx else 0
+                on_launch(arriving_rows(first, parts.offsets, tables.ptr, self._layout.handle.offsets, capacity, idx_bytes))
             given = inputs.topk_idx, inputs.topk_weights, inputs.scales
             self._order.record_end(call, (*arrays, inputs.x, *given), (tables, counts_owner), *given)
             if needs_counts and num_recv is None:

@@ -8,8 +8,8 @@ import numpy as np
 
 from ...arrays.host_memory import Result, from_float32, rows_of, to_float32, values_of
 from ...arrays.view import View
-from ...config import Config
-from ...results import DispatchHandle, Views
+from ...config import Config, tile_rows_of
+from ...results import DispatchHandle, DispatchResult, Views
 from ..base import SCALE_COLUMN_ALIGNMENT, CombineInputs, DispatchInputs
 from ..overflow import OverflowLog
 from .throughput import Throughput
@@ -131,7 +131,10 @@ class ExpertRows:
         ends = offsets[:-1] + np.bincount(chosen, minlength=self._config.num_local_experts)
         routing = RowsByExpert(by_token, positions, np.minimum(offsets, num_rows), np.minimum(ends, num_rows), num_recv)
         counts_list = by_token.num_recv_tokens_per_expert_list
-        return DispatchHandle(by_token.num_tokens, num_rows, counts_list, by_token.buffer_serial, routing, {}, layout="expert")
+        tile_rows = tile_rows_of(inputs.expert_alignment)
+        return DispatchHandle(
+            by_token.num_tokens, num_rows, counts_list, by_token.buffer_serial, routing, {}, layout="expert", tile_rows=tile_rows
+        )
 
     def _expanded(self, handle: DispatchHandle, by_token: Views, inputs: DispatchInputs) -> Views:
         """Return the results of a call. Its rows by token are `by_token`."""
@@ -158,6 +161,9 @@ class ExpertRows:
             "expert_offsets": Result.of(routing.offsets).view(framework),
             "expert_idx": Result.of(experts).view(framework),
         }
+        if inputs.signals:
+            num_tiles = -(-num_rows // handle.tile_rows)
+            views["tile_ready"] = Result.of(np.full(num_tiles, DispatchResult.signal)).view(framework)
         if scales is not None:
             result = expanded(scales)
             views["scales"] = (_by_column(result) if inputs.scales_by_column else result).view(framework)
