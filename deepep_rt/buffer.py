@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import _env, _statistics_files
+from . import _env
 from ._checks import argument_error, choice, flag, instance, seconds, whole_number
 from .arrays.dtypes import DTYPES
 from .arrays.frameworks import framework_of, of_event, of_stream
@@ -53,6 +53,7 @@ from .config import (
     declared_ranks_per_node,
     dtype_name,
 )
+from .cuda import start
 from .description import BufferDescription
 from .errors import EPConfigError, EPDestroyedError, EPInputError
 from .kernels.layout import Layout
@@ -240,6 +241,8 @@ class Buffer(SharedByCopies):
         max_ranks: int | None = None,
         rendezvous: Any = None,
     ) -> None:
+        if backend != "host":
+            start.begin_driver()  # it takes longer than what follows
         from .backends.agreement import report_wrong_setting  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
         from .comm.convert import communicator_of
@@ -311,6 +314,8 @@ class Buffer(SharedByCopies):
         self._made_at = time.monotonic()
         _living.add(self)
         if self.config.statistics:
+            from . import _statistics_files  # modules that it needs take milliseconds to load
+
             _statistics_files.follow(self, made, self._rank)
 
     @staticmethod
@@ -1481,7 +1486,10 @@ class Buffer(SharedByCopies):
                     backend.call_lock.notice.close()
                 if self._members is not None:
                     self._members.end()
-                _statistics_files.end(self)
+                if self.config.statistics:
+                    from . import _statistics_files
+
+                    _statistics_files.end(self)
                 self._forms.clear()  # they hold the backend
 
         self._call_lock.drain(finish)
