@@ -112,9 +112,9 @@ class CudaBackend:
         gathered = comm.allgather((free_bytes, arch, mine and saved_tunings.plain(mine)))
         all_free_bytes, archs, (choice_of_first, *_) = zip(*gathered, strict=True)
         stored = saved_tunings.of_plain(choice_of_first) if choice_of_first else None  # no two ranks may use different ones
-        if stored is not None and config.leaves_sms:
-            config = dataclasses.replace(config, num_sms=stored.num_sms)
         self._archs, self._sms_are_set = archs, not config.leaves_sms
+        if stored is not None and config.leaves_sms:
+            config = dataclasses.replace(config, num_sms=stored.num_sms, leaves_sms=False)
         self._config, layout = config, Layout(config)
         self.info = BufferInfo(serial, config, device)
         self.description = describe(self.name, config, hosts, gpus, transport, path, _memory_of(layout, False))
