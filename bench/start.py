@@ -7,6 +7,9 @@
 Each start is a fresh program, so this one runs without mpirun and gives the launcher's command to its children. A first start is not
 counted: it compiles the kernels, and Python's bytecode. The times are milliseconds of rank 0, and medians over the starts. The stages of
 a Buffer begin once all ranks are there. Starts with different memory take turns.
+
+A start in stages imports all modules before it makes the Buffer, so CUDA does not start meanwhile. After each of them, a start in one
+piece does what a program does.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ OURS = "from import deepep_rt to the Buffer"
 """The sum of the stages from the import of the package on."""
 
 OURS_WITHOUT_CUDA = f"{OURS}, without the start of CUDA"
-
+WHOLE = f"{OURS}, in one piece"
 
 _START_OF_CUDA = "Buffer: start of CUDA"  # as start_child.py calls it
 _CHILD = Path(__file__).with_name("start_child.py")
@@ -97,7 +100,10 @@ def run(settings: Settings) -> dict[str, Any]:
         )
     for memory in settings.memory:
         start_once(settings, memory, is_counted=False)
-    turns = [{memory: start_once(settings, memory) for memory in settings.memory} for _ in range(settings.starts)]
+    turns = [
+        {memory: start_once(settings, memory) | start_once(settings, memory, in_stages=False) for memory in settings.memory}
+        for _ in range(settings.starts)
+    ]
     rows = [row for memory in settings.memory for row in rows_of(memory, [turn[memory] for turn in turns])]
     first = turns[0][settings.memory[0]]
     boundary = "clock of the host; rank 0; median of fresh processes"
@@ -117,22 +123,26 @@ def rows_of(memory: str, starts: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     for stages in ms:
         ours = ours_ms(stages)
         stages[OURS], stages[OURS_WITHOUT_CUDA] = ours, ours - stages.get(_START_OF_CUDA, 0.0)
-    ms = [stages | start["later_ms"] for stages, start in zip(ms, starts, strict=True)]
+    ms = [stages | {WHOLE: start["whole_ms"]} | start["later_ms"] for stages, start in zip(ms, starts, strict=True)]
     return [{"stage": stage, "memory": memory, **_summary([stages[stage] for stages in ms])} for stage in ms[0]]
 
 
-def start_once(settings: Settings, memory: str, *, is_counted: bool = True) -> dict[str, Any]:
+def start_once(settings: Settings, memory: str, *, is_counted: bool = True, in_stages: bool = True) -> dict[str, Any]:
     """Start the program once. Return milliseconds of the stages as `ms` and of further Buffers as `later_ms`, `gpu` and `num_ranks`.
+
+    A start that is not `in_stages` returns only the milliseconds of all of them, as `whole_ms`.
 
     Args:
         settings: The launcher and the sizes.
         memory: A value of DEEPEP_RT_SYMMETRIC_MEMORY; empty: none.
         is_counted: Whether a kernel that is not in the cache is an error.
+        in_stages: See above.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         launcher, child = shlex.split(settings.launcher), str(_CHILD)
         words = [sys.executable, child, str(monotonic_ns()), str(path), settings.backend, json.dumps(settings.sizes)]
+        words += [] if in_stages else ["--whole"]
         done = subprocess.run(
             [*launcher, *words],
             env=environment(is_counted, memory),

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import _env, _statistics_files
+from . import _env
 from ._checks import argument_error, choice, flag, instance, seconds, whole_number
 from .arrays.dtypes import DTYPES
 from .arrays.frameworks import framework_of, of_event, of_stream
@@ -53,6 +53,7 @@ from .config import (
     declared_ranks_per_node,
     dtype_name,
 )
+from .cuda import start
 from .description import BufferDescription
 from .errors import EPConfigError, EPDestroyedError, EPInputError
 from .kernels.layout import Layout
@@ -158,7 +159,8 @@ class Buffer(SharedByCopies):
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 300. A
             GPU counts them from when its kernel begins to wait; work that is queued before does not count.
         num_sms: SMs that a dispatch or combine occupies; the property of this name changes it between calls. Default: what `autotune` has
-            stored for such a Buffer on such GPUs, or 24. Pass the same on all ranks.
+            stored for such a Buffer on such GPUs, or else 64 for one rank, 24 for two or three, and 16 for more (24 over several nodes).
+            Combines with `compress` or `reduce="topk"` are faster with more. Pass the same on all ranks.
         low_latency: Allocate memory for `low_latency_dispatch` and `low_latency_combine`, which need it. Each of their results has room
             for `num_experts * num_max_tokens_per_rank` rows: see `size_hint`, and make a Buffer of few tokens for decoding.
         low_latency_sms: SMs that a low-latency call occupies, for any number of tokens (fewer only for a small `num_max_tokens_per_rank`).
@@ -240,6 +242,8 @@ class Buffer(SharedByCopies):
         max_ranks: int | None = None,
         rendezvous: Any = None,
     ) -> None:
+        if backend != "host":
+            start.begin_driver()  # it takes longer than what follows
         from .backends.agreement import report_wrong_setting  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
         from .comm.convert import communicator_of
@@ -311,6 +315,8 @@ class Buffer(SharedByCopies):
         self._made_at = time.monotonic()
         _living.add(self)
         if self.config.statistics:
+            from . import _statistics_files  # modules that it needs take milliseconds to load
+
             _statistics_files.follow(self, made, self._rank)
 
     @staticmethod
@@ -1486,7 +1492,10 @@ class Buffer(SharedByCopies):
                     backend.call_lock.notice.close()
                 if self._members is not None:
                     self._members.end()
-                _statistics_files.end(self)
+                if self.config.statistics:
+                    from . import _statistics_files
+
+                    _statistics_files.end(self)
                 self._forms.clear()  # they hold the backend
 
         self._call_lock.drain(finish)

@@ -21,7 +21,8 @@ MAX_EXPERTS = 1 << 13
 MAX_SMS = 1 << 10
 MAX_RANKS = 1 << 16
 USUAL_SMS = 24
-"""SMs of dispatch and combine, unless the program or a stored tuning says otherwise."""
+"""SMs of dispatch and combine for two ranks of a node, and for several nodes: see `usual_sms`."""
+_SMS_OF_A_LINK, _SMS_OF_MEMORY, _SMS_STEP = 12, 64, 8
 
 MAX_RANKS_PER_NODE = 8
 MAX_NODES = 32
@@ -65,6 +66,19 @@ _LOW_LATENCY_SHARED_BYTES = 160 * 1024  # of a block of low-latency dispatch; sm
 ROUTE_THREADS = 256
 MAX_ROUTE_BLOCKS = 16
 """Blocks that count a new routing together. Up to 4096 tokens, each thread counts one token."""
+
+
+def usual_sms(num_ranks: int, num_nodes: int = 1) -> int:
+    """Return the SMs of dispatch and combine, unless the program or a stored tuning says otherwise.
+
+    12 SMs keep a link busy with the rows of other ranks. Rows of the own rank need their share too: half of all rows with two ranks, and
+    an eighth with eight. Without other ranks, no link limits a call. The result is a multiple of 8, as the measured numbers are.
+    """
+    if num_nodes > 1:
+        return USUAL_SMS
+    if num_ranks == 1:
+        return _SMS_OF_MEMORY
+    return -(-_SMS_OF_A_LINK * num_ranks // ((num_ranks - 1) * _SMS_STEP)) * _SMS_STEP
 
 
 @functools.lru_cache
@@ -137,7 +151,7 @@ class Config:
         recv_limit: `num_max_recv_tokens` as given to the Buffer. The property `num_max_recv_tokens` is the number that counts.
         transport: "nvshmem", "nixl", "mpi" or "wire": the transport to ranks of other nodes, which is chosen when the Buffer is made.
         statistics: Whether calls add to the numbers of `Buffer.statistics`.
-        leaves_sms: Whether the program passed `num_sms=None`. A stored tuning may then replace `num_sms`.
+        leaves_sms: Whether the program passed `num_sms=None`. `usual_sms` or a stored tuning then replaces `num_sms`.
         has_slots: Whether ranks may come and go. `num_ranks` counts slots then: numbers of ranks that may have a process.
 
     Raises:
@@ -169,6 +183,8 @@ class Config:
         self._check_types_and_ranges()
         self._check_experts()
         self._check_row()
+        if self.leaves_sms:
+            self._set("num_sms", usual_sms(self.num_ranks, self.num_nodes))
         if self.low_latency:
             self._check_low_latency()
 

@@ -13,6 +13,7 @@ from ..comm.communicator import Communicator
 from ..comm.failure_notice import making
 from ..comm.process_end import describe
 from ..config import MAX_TIMEOUT_S, Config
+from ..cuda import start
 from ..errors import EPConfigError, EPTimeoutError, EPUnavailableError
 from ..jit import build
 from ..network import NetworkOptions
@@ -111,6 +112,7 @@ def why_no_gpu() -> str | None:
         from cuda.bindings import driver
     except ImportError as error:
         return f"cuda-python is not installed ({error}). Run {pip_install_cuda()}"
+    start.wait()
     try:
         status, *count = driver.cuInit(0)
         if status == driver.CUresult.CUDA_SUCCESS:

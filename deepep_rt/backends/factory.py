@@ -12,7 +12,8 @@ from ..comm.communicator import Communicator
 from ..comm.failure_notice import making
 from ..comm.liveness import ENDED, LivenessWatch, own_identity
 from ..config import Config
-from ..cuda.topology import placed, placed_on_hosts
+from ..cuda import start
+from ..cuda.topology import local_rank_of, placed, placed_on_hosts
 from ..network import Choice, NetworkOptions
 from .agreement import agree, creation_comm, creation_timeout_s
 from .base import Backend
@@ -65,16 +66,29 @@ def _make(
 ) -> Backend:
     if backend == "host":
         return _host_backend(comm, placed_on_hosts(comm, config), serial, hosts)
+    local_rank = local_rank_of(comm)
+    starting = start.begin_context(local_rank)
     # The CUDA backend loads CUDA's bindings, which machines without a GPU may lack.
     from ..cuda.transport import agree_on_transport
     from .cuda.backend import CudaBackend
+    from .cuda.runtime import read_kernels
 
     config, transport = placed(comm, config), Choice("", "")
     if config.has_network:
         transport = agree_on_transport(comm, network)
         config = dataclasses.replace(config, transport=transport.name)
-    copy_when_full = on_exhausted == "copy"
-    return CudaBackend(comm, config, serial, copy_when_full=copy_when_full, network=network, hosts=hosts, transport=transport)
+    elif starting is not None:
+        read_kernels(config, starting)
+    return CudaBackend(
+        comm,
+        config,
+        serial,
+        local_rank=local_rank,
+        copy_when_full=on_exhausted == "copy",
+        network=network,
+        hosts=hosts,
+        transport=transport,
+    )
 
 
 def _host_backend(comm: Communicator, config: Config, serial: int, hosts: tuple[str, ...]) -> Backend:

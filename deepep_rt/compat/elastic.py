@@ -13,7 +13,7 @@ from .._checks import argument_error, flag, whole_number
 from ..backends.agreement import creation_comm
 from ..comm.convert import communicator_of
 from ..comm.failure_notice import FailureNotice, making
-from ..config import MAX_ALIGNMENT, MAX_EXPERTS, MAX_SMS, MAX_TIMEOUT_S, MAX_TOPK
+from ..config import MAX_ALIGNMENT, MAX_EXPERTS, MAX_SMS, MAX_TIMEOUT_S, MAX_TOPK, usual_sms
 from ..errors import EPConfigError, EPInputError
 from ..network import NetworkOptions
 from ..torch.process_group import communicator
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from ..results import DispatchResult
 
 _ALIGNMENT = 2 << 20  # of DeepEP's buffers
-_USUAL_SMS = 24
 
 
 class ElasticBuffer(Calls):
@@ -498,7 +497,7 @@ class ElasticBuffer(Calls):
         whole_number(num_experts, "num_experts", 1, MAX_EXPERTS)
         whole_number(num_topk, "num_topk", 1, MAX_TOPK)
         whole_number(num_scaleout_topk, "num_scaleout_topk", 0, MAX_TOPK)
-        return next((buffer.num_sms for buffer in self._buffers.living), _USUAL_SMS)
+        return next((buffer.num_sms for buffer in self._buffers.living), usual_sms(self.num_ranks, self._state.num_nodes))
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Return a number for `num_qps`, which has no effect here: at most `num_allocated_qps`."""

@@ -12,6 +12,7 @@ from cuda.bindings import driver
 
 from .._finalizers import finalize
 from ..errors import EPOutOfMemoryError, EPUnavailableError
+from . import start
 
 # Members of enumerations, looked up once: the lookup takes longer than the comparison.
 _SUCCESS = driver.CUresult.CUDA_SUCCESS
@@ -35,6 +36,7 @@ def ok(result: tuple) -> Any:
 
 def use_device(local_rank: int) -> int:
     """Return the GPU of the current context. Without a context, make that of GPU number `local_rank` current and return this GPU."""
+    start.wait()
     ok(driver.cuInit(0))
     if int(ok(driver.cuCtxGetCurrent())):
         return current_device()

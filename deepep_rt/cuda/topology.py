@@ -81,8 +81,14 @@ def ranks_per_host(comm: Communicator) -> int:
     return size
 
 
-def choose_device(comm: Communicator, consensus: Consensus, allocator: SymmetricAllocator) -> int:
-    """Make the GPU of this rank current and return its number: the caller's choice, or the host's GPU for this rank. Collective.
+def local_rank_of(comm: Communicator) -> int:
+    """Return the number of this rank on its host, or of its slot. Collective."""
+    rank, here = comm.Get_rank(), comm.ranks_on_host()
+    return here.index(rank) if comm.numbers[rank] == rank else comm.numbers[rank]
+
+
+def choose_device(comm: Communicator, local_rank: int, consensus: Consensus, allocator: SymmetricAllocator) -> int:
+    """Make the GPU of this rank current and return its number: the caller's choice, or the host's GPU for `local_rank`. Collective.
 
     Raises:
         EPConfigError: on every rank, if ranks share a GPU without permission, or the allocator cannot start with this sharing.
@@ -90,9 +96,9 @@ def choose_device(comm: Communicator, consensus: Consensus, allocator: Symmetric
     """
     from . import driver  # programs on the host backend may lack CUDA's bindings
 
-    rank, here = comm.Get_rank(), comm.ranks_on_host()
+    rank = comm.Get_rank()
     with consensus.step():
-        device = driver.use_device(here.index(rank) if comm.numbers[rank] == rank else comm.numbers[rank])
+        device = driver.use_device(local_rank)
         uuid = driver.device_uuid(device)
     found = comm.allgather((uuid, _env.share_gpus()))
     uuids = [uuid for uuid, _ in found]

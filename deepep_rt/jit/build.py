@@ -69,10 +69,8 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
         EPCacheError: if the cache cannot be written, or `DEEPEP_RT_ASSERT_CACHED=1` and the cache lacks the kernel.
         EPUnavailableError: if NVRTC, nvJitLink or NVSHMEM is not installed.
     """
+    link_arch, key, versions = _identity(kernel, constants, arch, folder)
     cache = KernelCache()
-    link_arch = _link_arch(arch) if kernel.links_nvshmem(constants) else None
-    key = _key(kernel, constants, arch, link_arch, folder)
-    versions = _versions(link_arch is not None)
     if entry := cache.get(arch, key, kernel.name, versions):
         return _hit(entry)
     if _env.assert_cached():
@@ -91,6 +89,19 @@ def build(kernel: Kernel, constants: Constants, arch: str, *, folder: Path | Non
     seconds = entry.info["compile_seconds"]
     _log.info("compiled %s for %s in %.2f s (%d hits, %d misses)", kernel.name, arch, seconds, stats.hits, stats.misses)
     return CompiledKernel(key, entry.code, entry.info, compiled=True)
+
+
+def cached(kernel: Kernel, constants: Constants, arch: str) -> CompiledKernel | None:
+    """Return what `build` would find in the disk cache, or None. Raise the errors of `build`."""
+    _, key, versions = _identity(kernel, constants, arch, None)
+    entry = KernelCache().get(arch, key, kernel.name, versions)
+    return _hit(entry) if entry else None
+
+
+def _identity(kernel: Kernel, constants: Constants, arch: str, folder: Path | None) -> tuple[str | None, str, dict[str, str]]:
+    """Return the architecture to link for, the key, and the versions of the tools."""
+    link_arch = _link_arch(arch) if kernel.links_nvshmem(constants) else None
+    return link_arch, _key(kernel, constants, arch, link_arch, folder), _versions(link_arch is not None)
 
 
 def is_current(kernel: Kernel, entry: Entry, *, folder: Path | None = None) -> bool:

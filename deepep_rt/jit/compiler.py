@@ -135,12 +135,12 @@ def usage(log: str, name: str, link_log: str = "") -> Usage:
     return Usage(int(used[1]), int(shared[1]) if shared else 0, stack, stores, loads)
 
 
-def target_arch() -> str:
-    """Return the target to compile for: `DEEPEP_RT_ARCH`, or the current GPU's architecture.
+def target_arch(ordinal: int | None = None) -> str:
+    """Return the target to compile for: `DEEPEP_RT_ARCH`, or the architecture of a GPU. Default: the current one.
 
     Raise EPUnavailableError if there is no GPU, or none is current.
     """
-    return _env.arch() or gpu_arch()
+    return _env.arch() or (gpu_arch() if ordinal is None else _arch_of_device(ordinal))
 
 
 def gpu_arch() -> str:
@@ -150,11 +150,17 @@ def gpu_arch() -> str:
 
 @functools.cache
 def _arch_of(current: int) -> str:
-    from cuda.bindings import driver  # programs without a GPU may lack the bindings
+    from ..cuda.driver import current_device  # programs without a GPU may lack the bindings
+
+    return _arch_of_device(current_device())
+
+
+def _arch_of_device(ordinal: int) -> str:
+    from cuda.bindings import driver
 
     from ..cuda.driver import ok
 
-    device, name = ok(driver.cuCtxGetDevice()), "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
+    device, name = ok(driver.cuDeviceGet(ordinal)), "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_"
     parts = (
         ok(driver.cuDeviceGetAttribute(getattr(driver.CUdevice_attribute, name + part), device)) for part in ("MAJOR", "MINOR")
     )

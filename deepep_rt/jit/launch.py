@@ -28,7 +28,7 @@ from ..kernels.structs import offset
 from ..kernels.table import KERNELS, Kernel
 from ..kernels.tuning import local_constants
 from . import compiler
-from .build import build
+from .build import CompiledKernel, build, cached
 from .libraries import nvrtc_version
 
 _FORMATS = {"u1": "B", "u4": "I", "i4": "i", "u8": "Q", "i8": "q", "f4": "f"}
@@ -49,6 +49,14 @@ LOADED: dict[tuple, LoadedKernel] = {}
 """The loaded kernels of this process, by name, target, context and constants."""
 
 _loading = threading.Lock()
+_read: dict[tuple, CompiledKernel] = {}
+"""The kernels that `read` has found and nobody has loaded, by name, target and constants."""
+
+
+def read(kernel: Kernel, constants: Constants, arch: str) -> None:
+    """Read a kernel from the disk cache, if it is there, for a later `load`. No GPU is needed. Raise the errors of `build`."""
+    if found := cached(kernel, constants, arch):
+        _read[kernel.name, arch, tuple(constants.items())] = found
 
 
 def load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
@@ -71,7 +79,7 @@ def load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
 
 
 def _load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
-    code = build(kernel, constants, arch).code
+    code = (_read.pop((kernel.name, arch, tuple(constants.items())), None) or build(kernel, constants, arch)).code
     if not code.startswith(b"\x7fELF"):
         code += b"\0"  # the driver expects PTX to end with a zero
     shared_bytes = constants[kernel.shared] if kernel.shared else 0

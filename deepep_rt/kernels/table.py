@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import FP8_GROUP
-from ..config import MAX_NODES, MAX_RANKS_PER_NODE, Config
+from ..config import COMBINE_DTYPES, MAX_NODES, MAX_RANKS_PER_NODE, Config
 from ..statistics import CALL_KINDS
 from .structs import CStruct
 
@@ -667,3 +667,17 @@ KERNELS: dict[str, Kernel] = {
         *LOCAL_KERNELS,
     )
 }
+
+
+def throughput_kernels(config: Config) -> list[tuple[str, str | None]]:
+    """List the kernels that a Buffer loads for throughput calls when it is made, with the element type that each is compiled for."""
+    suffix = "_nodes" if config.has_network else ""
+    combine: list[tuple[str, str | None]] = [(f"combine{suffix}", config.dtype)] if config.dtype in COMBINE_DTYPES else []
+    return [(f"route{suffix}", None), (f"dispatch{suffix}", None), *combine]
+
+
+def low_latency_kernels(config: Config) -> list[tuple[str, str | None]]:
+    """List those for low-latency calls."""
+    return [
+        (kernel.name, None) for kernel in KERNELS.values() if config.low_latency and kernel.low_latency and kernel.fits(config)
+    ]

@@ -112,6 +112,9 @@ def test_kernels_of_a_counted_start_come_from_the_cache(monkeypatch: pytest.Monk
 
     def run(words: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
         given.append(env)
+        if words[-1] == "--whole":
+            Path(words[-4]).write_text(json.dumps({"whole_ms": 5.5}))
+            return subprocess.CompletedProcess(words, 0, "", "")
         Path(words[-3]).write_text(json.dumps({"gpu": "", "num_ranks": 1, "later_ms": {"second Buffer": 1.0}, "ms": ms}))
         return subprocess.CompletedProcess(words, 0, "", "")
 
@@ -119,12 +122,15 @@ def test_kernels_of_a_counted_start_come_from_the_cache(monkeypatch: pytest.Monk
     monkeypatch.setattr(start.subprocess, "run", run)
     monkeypatch.setattr(start, "provenance", lambda commit: {})
     result = start.run(start.Settings(starts=2, commit="1"))
-    assert [env.get("DEEPEP_RT_ASSERT_CACHED") for env in given] == [None, None, "1", "1", "1", "1"]
-    assert [env["DEEPEP_RT_SYMMETRIC_MEMORY"] for env in given] == ["heap", "nvshmem"] * 3, "they take turns"
+    assert [env.get("DEEPEP_RT_ASSERT_CACHED") for env in given] == [None] * 2 + ["1"] * 8
+    assert [env["DEEPEP_RT_SYMMETRIC_MEMORY"] for env in given] == (
+        ["heap", "nvshmem"] + ["heap", "heap", "nvshmem", "nvshmem"] * 2
+    ), "they take turns"
     assert not any("PYTHONDONTWRITEBYTECODE" in env for env in given)
     for memory in ("heap", "nvshmem"):
         stages = _stages_of(result, memory)
         assert (stages[start.OURS], stages[start.OURS_WITHOUT_CUDA], stages["second Buffer"]) == (6.0, 5.0, 1.0)
+        assert stages[start.WHOLE] == 5.5
     for row in result["rows"]:
         assert row["median_ms"] == row["fastest_ms"]
     with pytest.raises(EPConfigError, match="starts=0"):

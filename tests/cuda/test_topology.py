@@ -81,7 +81,8 @@ def _choose_device(monkeypatch, ranks):
     driver = pytest.importorskip("deepep_rt.cuda.driver", reason="cuda-python comes with deepep_rt[cuda12] or [cuda13]")
     monkeypatch.setattr(driver, "use_device", lambda number: number)
     monkeypatch.setattr(driver, "device_uuid", lambda number: f"GPU {number}")
-    return topology.choose_device(ranks, types.SimpleNamespace(step=contextlib.nullcontext), nvshmem)
+    consensus = types.SimpleNamespace(step=contextlib.nullcontext)
+    return topology.choose_device(ranks, topology.local_rank_of(ranks), consensus, nvshmem)
 
 
 def test_ranks_of_a_host_take_its_gpus_in_order(monkeypatch):

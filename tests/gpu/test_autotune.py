@@ -22,6 +22,7 @@ from gpu_buffers import SHARED_GPUS, make, routing, rows, same  # noqa: E402
 from deepep_rt import EPInputError, EPOutOfMemoryError  # noqa: E402
 from deepep_rt.backends import saved_tunings  # noqa: E402
 from deepep_rt.backends.cuda.autotune import NUM_SMS  # noqa: E402
+from deepep_rt.config import usual_sms  # noqa: E402
 from deepep_rt.cuda import driver  # noqa: E402
 from deepep_rt.jit.store import SavedFiles  # noqa: E402
 from deepep_rt.kernels.tuning import has_tma, shapes_to_try  # noqa: E402
@@ -87,7 +88,7 @@ def test_every_shape_gives_the_same_bits(comm):
 def test_a_choice_changes_no_bit_and_is_used_later(comm, monkeypatch, files):
     sizes = dict(num_max_tokens_per_rank=1024, num_slots=3)
     with make(comm, **sizes) as buffer:
-        assert buffer.num_sms == 24
+        assert buffer.num_sms == usual_sms(comm.Get_size())
         expected = results(comm, buffer, 777)
         idx, _ = routing(comm, 9, 500, TOPK, buffer.config.num_experts)
         x = rows(comm, 9, 500, HIDDEN)
@@ -115,14 +116,14 @@ def test_a_choice_changes_no_bit_and_is_used_later(comm, monkeypatch, files):
         assert (explicit.num_sms, explicit._backend.runtime.shapes) == (20, tuned.chosen.shapes)
         all_same(results(comm, explicit, 777), expected)
     with make(comm, num_max_tokens_per_rank=512) as other:
-        assert (other.num_sms, other._backend.runtime.shapes) == (24, {})
+        assert (other.num_sms, other._backend.runtime.shapes) == (usual_sms(comm.Get_size()), {})
     if comm.Get_rank() == 1:
         monkeypatch.setenv("DEEPEP_RT_TUNING", "0")  # only that of rank 0 counts
     with make(comm, **sizes) as later:
         assert later.num_sms == tuned.chosen.num_sms
     monkeypatch.setenv("DEEPEP_RT_TUNING", "0")
     with make(comm, **sizes) as untuned:
-        assert (untuned.num_sms, untuned._backend.runtime.shapes) == (24, {})
+        assert (untuned.num_sms, untuned._backend.runtime.shapes) == (usual_sms(comm.Get_size()), {})
         all_same(results(comm, untuned, 777), expected)
 
 

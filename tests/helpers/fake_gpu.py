@@ -25,7 +25,7 @@ from deepep_rt.backends.cuda import network_memory
 from deepep_rt.comm import convert
 from deepep_rt.comm.timed_collectives import TimedCollectives
 from deepep_rt.config import Config
-from deepep_rt.cuda import captured_graph, driver, nvshmem, stream_tracking
+from deepep_rt.cuda import captured_graph, driver, nvshmem, start, stream_tracking
 from deepep_rt.cuda import topology as placement
 from deepep_rt.cuda.relay_memory import RelayAllocator
 from deepep_rt.jit import compiler, launch
@@ -266,6 +266,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(launch, "_local_launcher", functools.cache(launch._local_launcher.__wrapped__))
     monkeypatch.setattr(driver, "current_device", lambda: 0)
     monkeypatch.setattr(cuda_backend, "choose_device", lambda *_: 0)
+    monkeypatch.setattr(start, "begin_driver", lambda: None)
+    monkeypatch.setattr(start, "begin_context", lambda local_rank: None)
     monkeypatch.setitem(frameworks.FRAMEWORK_OF_CLASS, Array, _Library())
     yield fake
     stream_tracking._deferred.clear()

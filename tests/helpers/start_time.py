@@ -3,7 +3,7 @@
     PYTHONPATH=.:tests/helpers python tests/helpers/start_time.py --launcher "mpirun -n 2" --low-latency
 
 It prints what Python, its imports, the exchanges between ranks and the kernel cache cost a start. The driver, NVSHMEM and the memory of a
-real GPU add their own time. It needs gcc and cuda-python.
+real GPU add their own time. It needs gcc and cuda-python. EMPTY_DRIVER_START_MS=100,200 lets the driver and the context take time to start.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from deepep_rt.backends.cuda import backend as cuda_backend
 from deepep_rt.backends.cuda import monitor, network_memory, runtime
 from deepep_rt.comm import convert, failure_notice
 from deepep_rt.config import Config
-from deepep_rt.cuda import driver, stream_tracking, topology, transport
+from deepep_rt.cuda import driver, start, stream_tracking, topology, transport
 from deepep_rt.cuda.stream_tracking import StreamMemory
 from deepep_rt.cuda.transport import MemoryRequest
 from deepep_rt.jit import compiler as jit_compiler
@@ -104,6 +104,8 @@ class FakeDriver:
         patch(launch, "_local_launcher", functools.cache(launch._local_launcher.__wrapped__))
         patch(cuda_backend, "_dropped", [])  # Buffers of other machines have no GPU any more
         patch(cuda_backend, "choose_device", lambda comm, *_: comm.numbers[comm.Get_rank()])
+        patch(start, "begin_driver", lambda: None)
+        patch(start, "begin_context", lambda local_rank: None)
         patch(members, "Members", Members)
         patch(stream_tracking, "StreamMemory", _LastingMemory)
         allocator = SimpleNamespace(

@@ -22,6 +22,7 @@ from spmd import main
 
 import deepep_rt.compat as deep_ep
 from deepep_rt import EPAsleepError, EPConfigError, EPDestroyedError, EPInputError, EPUnavailableError
+from deepep_rt.config import usual_sms
 
 device = "cpu"
 HIDDEN, TOPK, LOCAL_EXPERTS, MOST = 256, 4, 4, 24
@@ -345,7 +346,7 @@ def check_domains(comm: MPI.Intracomm) -> None:
     with elastic(comm, allow_hybrid_mode=False) as buffer:
         assert buffer.get_logical_domain_size() == (1, comm.Get_size())
         assert (buffer.scaleout_rank_idx, buffer.scaleup_rank_idx) == (0, comm.Get_rank())
-        assert buffer.get_theoretical_num_sms(64, 8) == 24
+        assert buffer.get_theoretical_num_sms(64, 8) == usual_sms(comm.Get_size(), buffer.get_physical_domain_size()[0])
         assert buffer.get_theoretical_num_qps(24) == 9 <= buffer.num_allocated_qps
         buffer.barrier()
         run(comm, buffer, 4, True, True, num_sms=8, num_qps=3, previous_event=buffer.capture(), allocate_on_comm_stream=True)

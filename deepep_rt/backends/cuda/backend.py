@@ -63,8 +63,9 @@ _STOP_S = 10.0  # for the GPU's work, when no kernel waits for another rank any 
 class CudaBackend:
     """A Buffer's GPU side; see `base.Backend`. All ranks have agreed on `config`.
 
-    Handles know their Buffer by `serial`, its number in this process. If the pool is full, `copy_when_full` lets results be copied out of
-    symmetric memory, instead of an error. `network` has options for the start of NVSHMEM, if this Buffer starts it.
+    Handles know their Buffer by `serial`, its number in this process. `local_rank` chooses the GPU, unless the program did. If the pool is
+    full, `copy_when_full` lets results be copied out of symmetric memory, instead of an error. `network` has options for the start of
+    NVSHMEM, if this Buffer starts it.
     """
 
     name, shared_name = "cuda", ""
@@ -75,6 +76,7 @@ class CudaBackend:
         config: Config,
         serial: int,
         *,
+        local_rank: int,
         copy_when_full: bool,
         network: NetworkOptions | None = None,
         hosts: tuple[str, ...],
@@ -83,7 +85,7 @@ class CudaBackend:
         self.comm = comm = communicator.Dup()
         self._consensus = Consensus(comm)
         allocator = allocator_of(config, _env.symmetric_memory())
-        device = choose_device(comm, self._consensus, allocator)
+        device = choose_device(comm, local_rank, self._consensus, allocator)
         with self._consensus.step():
             self.context = driver.CurrentContext()
             _dropped[:] = [dropped for dropped in _dropped if not dropped._free_if_unused()]
@@ -110,9 +112,9 @@ class CudaBackend:
         gathered = comm.allgather((free_bytes, arch, mine and saved_tunings.plain(mine)))
         all_free_bytes, archs, (choice_of_first, *_) = zip(*gathered, strict=True)
         stored = saved_tunings.of_plain(choice_of_first) if choice_of_first else None  # no two ranks may use different ones
-        if stored is not None and config.leaves_sms:
-            config = dataclasses.replace(config, num_sms=stored.num_sms)
         self._archs, self._sms_are_set = archs, not config.leaves_sms
+        if stored is not None and config.leaves_sms:
+            config = dataclasses.replace(config, num_sms=stored.num_sms, leaves_sms=False)
         self._config, layout = config, Layout(config)
         self.info = BufferInfo(serial, config, device)
         self.description = describe(self.name, config, hosts, gpus, transport, path, _memory_of(layout, False))

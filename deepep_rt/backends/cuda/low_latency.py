@@ -21,7 +21,7 @@ from ...cuda.slots import Slot, Slots
 from ...errors import EPInputError, EPUnavailableError
 from ...jit.launch import Launcher
 from ...kernels.structs import LL_RECEIVE, LL_SEND
-from ...kernels.table import KERNELS
+from ...kernels.table import low_latency_kernels
 from ...kernels.tuning import has_fp8
 from ...results import Event, LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle, Views
 from ..base import Call, LowLatencyCombineInputs, LowLatencyDispatchInputs, LowLatencyPreparation
@@ -275,7 +275,7 @@ class LowLatency:
         self.hooks = Hooks(config.num_slots, runtime.call_lock)
         if config.low_latency:
             self.clear_inboxes()
-            runtime.load([(kernel.name, None) for kernel in KERNELS.values() if kernel.low_latency and kernel.fits(config)])
+            runtime.load(low_latency_kernels(config))
             _live.add(self)
             _update_overlap()
 

@@ -6,7 +6,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,20 +15,20 @@ import numpy as np
 from ...arrays.host_memory import Result
 from ...arrays.view import HOST, Framework, View
 from ...comm.communicator import Communicator
-from ...config import STAGE_BYTES
+from ...config import STAGE_BYTES, Config
 from ...cuda import driver
 from ...cuda.local_heap import LocalHeap
 from ...cuda.slots import Slots
 from ...cuda.stream_tracking import StreamPool
 from ...cuda.transport import SymmetricMemory
-from ...errors import EPDestroyedError, EPInputError, EPOutOfMemoryError
-from ...jit import build, launch
+from ...errors import EPDestroyedError, EPError, EPInputError, EPOutOfMemoryError
+from ...jit import build, compiler, launch
 from ...jit.build import build_together
 from ...jit.launch import Launcher
 from ...kernels import structs
 from ...kernels.layout import Layout
 from ...kernels.source import kernel_constants
-from ...kernels.table import KERNELS
+from ...kernels.table import KERNELS, low_latency_kernels, throughput_kernels
 from ...results import Views
 from ...tuned import CALLS, CopyShape
 from ..base import BufferInfo
@@ -81,6 +81,14 @@ def to_host(views: Views, stream: int, given: View | None = None) -> Views:
         copied[name] = view
     driver.synchronize(stream)
     return copied
+
+
+def read_kernels(config: Config, ordinal: int) -> None:
+    """Read the kernels of a Buffer from the cache while its GPU starts, for those that have the usual shape."""
+    with suppress(EPError):  # the step that loads the kernels raises it, on all ranks
+        layout, arch = Layout(config), compiler.target_arch(ordinal)
+        for name, dtype in throughput_kernels(config) + low_latency_kernels(config):
+            launch.read(KERNELS[name], kernel_constants(layout, arch, KERNELS[name], dtype), arch)
 
 
 _EMPTY = 256  # the address that stands for an array without elements; no kernel reads it

@@ -16,12 +16,13 @@ from ...arrays.compressed_rows import compressed_row_bytes
 from ...arrays.view import HOST, Framework, View
 from ...comm.call_signature import pack
 from ...comm.consensus import agree_on_measurement
-from ...config import COMBINE_DTYPES, MAX_NODES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
+from ...config import MAX_NODES, MAX_RANKS_PER_NODE, MAX_ROUTE_BLOCKS, ROUTE_THREADS, rows_per_copy
 from ...cuda.pool import Block
 from ...errors import EPInputError, EPOutOfMemoryError, EPUnavailableError
 from ...jit.launch import Launcher, PreparedLaunch
 from ...kernels.nodes_layout import NodesLayout
 from ...kernels.regions import Map
+from ...kernels.table import throughput_kernels
 from ...results import CombineResult, DispatchHandle, DispatchResult, Event, Views
 from ..base import Call, CombineInputs, DispatchInputs, ThroughputPreparation
 from ..overflow import too_many_rows
@@ -111,8 +112,7 @@ class RowMover(ABC):
             f"{name}{self._suffix}" for name in ("route", "dispatch", "combine")
         )
         if not unavailable:
-            combine = [(self._combine_kernel, config.dtype)] if config.dtype in COMBINE_DTYPES else []
-            runtime.load([(self._route_kernel, None), (self._dispatch_kernel, None), *combine])
+            runtime.load(throughput_kernels(config))
 
     def check_support(self) -> None:
         """Raise EPUnavailableError if this Buffer cannot make throughput calls."""

@@ -94,7 +94,7 @@ def test_dispatch_and_combine(fake: FakeGpu, make: Any, sizes: dict[str, Any]) -
             *(f"dispatch{suffix}", x.ptr),
             *(idx.ptr, weights.ptr),
         )
-        assert (dispatch.row_bytes, dispatch.scales, dispatch.scale_bytes, dispatch.blocks) == (512, 0, 0, 24)
+        assert (dispatch.row_bytes, dispatch.scales, dispatch.scale_bytes, dispatch.blocks) == (512, 0, 0, buffer.num_sms)
         assert dispatch.peers[0] == BASE
         assert dispatch.handle == route.handle
         assert route.stream == dispatch.stream == CALLERS_STREAM
