@@ -159,8 +159,8 @@ class Buffer(SharedByCopies):
         timeout_s: Seconds after which a silent peer raises EPTimeoutError; default `DEEPEP_RT_TIMEOUT_S`, or 300. A
             GPU counts them from when its kernel begins to wait; work that is queued before does not count.
         num_sms: SMs that a dispatch or combine occupies; the property of this name changes it between calls. Default: what `autotune` has
-            stored for such a Buffer on such GPUs, or else 64 for one rank, 24 for two or three, and 16 for more (24 over several nodes).
-            Combines with `compress` or `reduce="topk"` are faster with more. Pass the same on all ranks.
+            stored for such a Buffer on such GPUs, or else 64 for one rank and 24 for several. Combines with `compress` or `reduce="topk"`
+            are faster with more. Pass the same on all ranks.
         low_latency: Allocate memory for `low_latency_dispatch` and `low_latency_combine`, which need it. Each of their results has room
             for `num_experts * num_max_tokens_per_rank` rows: see `size_hint`, and make a Buffer of few tokens for decoding.
         low_latency_sms: SMs that a low-latency call occupies, for any number of tokens (fewer only for a small `num_max_tokens_per_rank`).

@@ -21,8 +21,8 @@ MAX_EXPERTS = 1 << 13
 MAX_SMS = 1 << 10
 MAX_RANKS = 1 << 16
 USUAL_SMS = 24
-"""SMs of dispatch and combine for two ranks of a node, and for several nodes: see `usual_sms`."""
-_SMS_OF_A_LINK, _SMS_OF_MEMORY, _SMS_STEP = 12, 64, 8
+"""SMs of dispatch and combine, unless the program or a stored tuning says otherwise: see `usual_sms`."""
+_SMS_OF_ONE_RANK = 64
 
 MAX_RANKS_PER_NODE = 8
 MAX_NODES = 32
@@ -71,14 +71,9 @@ MAX_ROUTE_BLOCKS = 16
 def usual_sms(num_ranks: int, num_nodes: int = 1) -> int:
     """Return the SMs of dispatch and combine, unless the program or a stored tuning says otherwise.
 
-    12 SMs keep a link busy with the rows of other ranks. Rows of the own rank need their share too: half of all rows with two ranks, and
-    an eighth with eight. Without other ranks, no link limits a call. The result is a multiple of 8, as the measured numbers are.
+    24 SMs keep the links busy. Without other ranks, no link limits a call, and 24 SMs would.
     """
-    if num_nodes > 1:
-        return USUAL_SMS
-    if num_ranks == 1:
-        return _SMS_OF_MEMORY
-    return -(-_SMS_OF_A_LINK * num_ranks // ((num_ranks - 1) * _SMS_STEP)) * _SMS_STEP
+    return _SMS_OF_ONE_RANK if num_ranks == num_nodes == 1 else USUAL_SMS
 
 
 @functools.lru_cache

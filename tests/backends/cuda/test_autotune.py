@@ -121,7 +121,7 @@ def test_the_choice_is_used_at_once_and_by_later_buffers(fake: FakeGpu, make: An
     with make(**SIZES) as buffer:
         shape = shapes_to_try("dispatch", buffer.config, True)[1]
         times.of = lambda call, sms, its: (50.0 if sms >= 32 else 100.0) * (0.8 if (call, its) == ("dispatch", shape) else 1.0)
-        assert buffer.num_sms == 16, "the usual number for 4 ranks"
+        assert buffer.num_sms == 24
         result = _tune(fake, buffer)
         assert result.chosen == Tuning(32, dispatch=shape)
         assert (buffer.num_sms, _blocks(fake, buffer)) == (32, (32, 32))
@@ -134,7 +134,7 @@ def test_the_choice_is_used_at_once_and_by_later_buffers(fake: FakeGpu, make: An
         assert _constants(fake, "combine")["kCombineStages"] == 6, "the usual shape"
         assert "32 SMs" in str(later.describe())
     with make(hidden=1024) as other:
-        assert (other.num_sms, other.describe().tuning) == (16, "")
+        assert (other.num_sms, other.describe().tuning) == (24, "")
 
 
 def test_a_number_of_the_program_wins(fake: FakeGpu, make: Any, times: SimpleNamespace) -> None:
@@ -192,7 +192,7 @@ def test_a_damaged_file_is_no_error(
     (file,) = folder.iterdir()
     file.write_text(file.read_text()[:-20])
     with make(**SIZES) as later:
-        assert later.num_sms == 16
+        assert later.num_sms == 24
     assert f"{file} is ignored" in caplog.text
 
 
@@ -203,7 +203,7 @@ def test_the_variable_turns_stored_choices_off(
         chosen = _tune(fake, buffer).chosen.num_sms
     assert chosen != 24
     with _env.without_tunings(), make(**SIZES) as later:
-        assert (later.num_sms, later._backend.runtime.shapes) == (16, {})
+        assert (later.num_sms, later._backend.runtime.shapes) == (24, {})
     assert "DEEPEP_RT_TUNING" not in os.environ
     monkeypatch.setenv("DEEPEP_RT_TUNING", "perhaps")
     with pytest.raises(EPConfigError, match="DEEPEP_RT_TUNING='perhaps'; expected 0 or 1"):
@@ -445,7 +445,7 @@ def test_shapes_end_with_an_error(fake: FakeGpu, make: Any, times: SimpleNamespa
         with pytest.raises(EPUnavailableError, match="the driver fails"):
             _tune(fake, buffer)
         fake.on_launch = lambda call: None
-        assert (buffer._backend.runtime.shapes, buffer.num_sms) == ({}, 16)
+        assert (buffer._backend.runtime.shapes, buffer.num_sms) == ({}, 24)
         assert saved_tunings.FILES.all() == []
 
 
