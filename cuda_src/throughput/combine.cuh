@@ -273,8 +273,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
   clear_next_waits(p, epoch, kPhaseCombineWindow, kPhaseCombineRows);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
-    publish(p, kControlCombineWindows, epoch, lane,
-            {p.recv_x_offset, 0, 0, p.recv_topk_weights_offset, 0, 0, p.call_signature, serial, epoch});
+    publish(p, kControlCombineWindows, epoch, lane, {p.recv_x_offset, 0, 0, p.recv_topk_weights_offset, 0, 0, p.call_signature, serial});
   }
   if (threadIdx.x < kCombineCopyWarps) progress[threadIdx.x].written = progress[threadIdx.x].signalled = progress[threadIdx.x].done = 0;
   if (warp == 0) read_routes(p, epoch, serial, routes);

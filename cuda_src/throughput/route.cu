@@ -1,5 +1,5 @@
-// route: computes a new routing and tells all ranks. Block b counts the b-th run of tokens, the last of these blocks sends the counts of
-// the rank, and one more block publishes the receive windows.
+// route: computes a new routing and tells all ranks. Block b counts the b-th run of tokens, and the last block sends the counts of the
+// rank.
 //
 // 1. Each block counts the rows for each rank and the choices of each expert in its run of tokens. A token sends at most one row to a rank.
 //    The block writes its counts to local memory.
@@ -11,7 +11,7 @@
 //    in that order.
 // 5. The last block waits for the windows of the peers, and writes its part of the handle while their messages are on the way. Then it
 //    adds the matrix of row counts to the handle. If the call of a rank differs, all ranks see that in the windows.
-// Meanwhile block 0 publishes where the dispatch behind this kernel receives rows (recv_window.cuh). All earlier work on that
+// Before, block 0 publishes where the dispatch behind this kernel receives rows (recv_window.cuh). All earlier work on that
 // memory has ended. dispatch starts when all blocks of this kernel have ended, so its SMs wait for no rank that has not begun the call.
 //
 // All counts are epoch-tagged words, which need no release: on the way to a peer, a release would take 2 us of the 10 us of this kernel.
@@ -58,15 +58,11 @@ __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
   return ranks;
 }
 
-// The blocks that count, from 0 on.
-__device__ __forceinline__ int num_counting_blocks() { return gridDim.x - 1; }
-__device__ __forceinline__ int counting_block() { return blockIdx.x - 1; }
-
 // Step 1. It leaves the mask of each token's ranks in send_pos. The same lane reads the mask in step 4.
 __device__ inline void count(const Params& p, Shared& shared) {
   i32* send_pos = at<i32>(p.handle, kHandleSendPos);
   const int warp = warp_idx(), lane = lane_idx();
-  const Run run = run_of(p, counting_block(), num_counting_blocks());
+  const Run run = run_of(p, blockIdx.x, gridDim.x);
   int rows = 0;  // lane r: rows for rank r
   for (int first = run.begin; first < run.end; first += 32) {
     const int token = first + lane;
@@ -120,8 +116,8 @@ __device__ __forceinline__ bool sum_words(const Params& p, u32 epoch, u32 phase,
 // Step 2.
 __device__ inline void exchange_block_counts(const Params& p, u32 epoch, Shared& shared) {
   RouteBlock* blocks = at<RouteBlock>(p.state, kLocalRouteBlocks);
-  const int warp = warp_idx(), lane = lane_idx(), block = counting_block();
-  const bool last = block == num_counting_blocks() - 1;
+  const int warp = warp_idx(), lane = lane_idx(), block = blockIdx.x;
+  const bool last = block == gridDim.x - 1;
   if (!last) {
     if (threadIdx.x < kNumRanks) st_relaxed_sys(blocks[block].num_rows + threadIdx.x, tagged_word(shared.num_rows[threadIdx.x], epoch));
     for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads)
@@ -168,7 +164,7 @@ __device__ inline void write_positions(const Params& p, const Shared& shared) {
   i32* send_pos = at<i32>(p.handle, kHandleSendPos);
   i32* send_list = at<i32>(p.handle, kHandleSendList);
   const int lane = lane_idx();
-  const Run run = run_of(p, counting_block(), num_counting_blocks());
+  const Run run = run_of(p, blockIdx.x, gridDim.x);
   int next =
       lane < kNumRanks ? shared.first_row[lane] + shared.rows_before[lane][warp_idx()] : 0;  // lane r: position of the next row for rank r
   for (int first = run.begin; first < run.end; first += 32) {
@@ -192,17 +188,19 @@ __device__ __forceinline__ bool differs(const Params& p, const RecvWindow& windo
 
 // Called by one thread, after the windows of all ranks are here.
 __device__ inline void report_first_difference(const Params& p, u32 epoch) {
-  int other = 0;
-  while (is_absent(p, other) || !differs(p, *window_at(p.peers[p.rank], kControlDispatchWindows, epoch, other))) ++other;
-  const RecvWindow& window = *window_at(p.peers[p.rank], kControlDispatchWindows, epoch, other);
-  report_difference(p, other, p.call_signature, window.call_signature, kNoSerial, window.serial);
+  for (int other = 0; other < kNumRanks; ++other) {
+    RecvWindow window = {};
+    if (is_absent(p, other) || !await_window(p, kControlDispatchWindows, epoch, kPhaseRoute, other, window) || !differs(p, window))
+      continue;
+    return report_difference(p, other, p.call_signature, window.call_signature, kNoSerial, window.serial);
+  }
 }
 
 // Step 5. One thread for each peer. If the calls of the ranks differ, a rank may send no message, so windows come before messages.
 __device__ inline void receive_windows(const Params& p, u32 epoch, Shared& shared) {
   const int peer = warp_idx();
   if (lane_idx() != 0 || peer >= kNumRanks || is_absent(p, peer)) return;
-  RecvWindow window;
+  RecvWindow window = {};
   if (!await_window(p, kControlDispatchWindows, epoch, kPhaseRoute, peer, window)) {
     shared.is_incomplete = true;
   } else if (differs(p, window)) {
@@ -252,9 +250,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
   if (blockIdx.x == 0) {
     if (threadIdx.x < kNumRanks) publish_results(p, epoch, threadIdx.x, kNoSerial);
     if (p.to_host && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.status_page, kStatusPageMailbox)->started, 1u);
-    return;
   }
-  const bool last = counting_block() == num_counting_blocks() - 1;
+  const bool last = blockIdx.x == gridDim.x - 1;
   for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
   if (threadIdx.x == 0) shared.failed = shared.is_incomplete = shared.differs = false;
   __syncthreads();
