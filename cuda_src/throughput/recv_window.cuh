@@ -79,15 +79,19 @@ __device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epo
   const WindowMessage* mine = window_at(p.peers[p.rank], inbox, epoch, peer);
   WindowMessage read;
   const bool ok = wait_until(p, epoch, phase, peer, [&](u32& seen) {
-    ld_relaxed_sys(&mine->x, read.x, read.scales);
-    ld_relaxed_sys(&mine->topk_idx, read.topk_idx, read.topk_weights);
-    ld_relaxed_sys(&mine->src_idx, read.src_idx, read.capacity);
-    ld_relaxed_sys(&mine->call_signature[0], read.call_signature[0], read.call_signature[1]);
-    ld_relaxed_sys(&mine->serial, read.serial, read.unused);
-    auto is_here = [&](u64 word) { return static_cast<u32>(word) == epoch; };
+    u32 others = 0;  // tags that differ from the epoch
+    auto take = [&](const u64* words, u64& first, u64& second) {
+      ld_relaxed_sys(words, first, second);
+      others |= static_cast<u32>(first) ^ epoch;
+      if (words != &mine->serial) others |= static_cast<u32>(second) ^ epoch;
+    };
+    take(&mine->x, read.x, read.scales);
+    take(&mine->topk_idx, read.topk_idx, read.topk_weights);
+    take(&mine->src_idx, read.src_idx, read.capacity);
+    take(&mine->call_signature[0], read.call_signature[0], read.call_signature[1]);
+    take(&mine->serial, read.serial, read.unused);
     seen = static_cast<u32>(read.serial);
-    return is_here(read.x) && is_here(read.scales) && is_here(read.topk_idx) && is_here(read.topk_weights) && is_here(read.src_idx) &&
-           is_here(read.capacity) && is_here(read.call_signature[0]) && is_here(read.call_signature[1]) && is_here(read.serial);
+    return others == 0;
   });
   if (!ok) return false;
   auto address = [&](u64 word) { return p.peers[peer] + (word >> 32) * kAlignment; };

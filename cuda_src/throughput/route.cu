@@ -34,8 +34,8 @@ struct Shared {
   i32 num_rows[kNumRanks];             // of this block
   i32 first_row[kNumRanks];            // rows of the blocks before it
   i32 arriving[kNumRanks];             // rows from each rank for this one
-  bool failed;                         // the counts of another block did not arrive
-  bool is_incomplete;                  // the window or message of a peer did not arrive; not `failed`, which warps may still read
+  bool failed;                         // the counts of another block, or later the message of a peer, did not arrive
+  bool is_incomplete;                  // the window of a peer did not arrive; not `failed`, which warps may still read
   bool differs;                        // the call of a rank differs: no rank sends rows
 };
 
@@ -215,7 +215,7 @@ __device__ inline void receive_rows(const Params& p, u32 epoch, int peer, Shared
   u64 word = 0;
   if (!shared.differs && !is_absent(p, peer) &&
       !wait_word(p, message_at(p, epoch, p.rank, peer)->num_rows + lane, epoch, kPhaseRoute, peer, word))
-    shared.is_incomplete = true;
+    shared.failed = true;
   const i32 rows = static_cast<i32>(word >> 32);
   at<i32>(p.handle, kHandleNumRows)[peer * kNumRanks + lane] = rows;
   if (lane == p.rank) shared.arriving[peer] = rows;
@@ -233,7 +233,7 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
     at<i32>(p.handle, kHandleNumRecvPerExpert)[e] = (sum + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment;
   }
   __syncthreads();
-  if (threadIdx.x == 0 && !shared.is_incomplete) {
+  if (threadIdx.x == 0 && !shared.failed) {
     int sum = 0;
     for (int s = 0; s < kNumRanks; ++s) sum += shared.arriving[s];
     *at<i32>(p.handle, kHandleNumRecv) = sum;

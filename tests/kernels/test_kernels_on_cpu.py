@@ -519,7 +519,7 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
         pytest.param("throughput/combine.cu", r"kRowBytes\);\n    __syncwarp\(\);", "kRowBytes);", id="no-wait-for-other-lanes"),
         pytest.param(
             "throughput/recv_window.cuh",
-            r"is_here\(read\.x\) && ",
+            r"others \|= static_cast<u32>\(first\) \^ epoch;",
             "",
             id="no-wait-for-a-word",
         ),
