@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kChoicesThreads, 1) combine_choices
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
     publish(p, kControlCombineWindows, epoch, lane,
-            {p.recv_x_offset, 0, 0, p.recv_topk_weights_offset, p.recv_masks_offset, 0, p.call_signature, serial, epoch});
+            {p.recv_x_offset, 0, 0, p.recv_topk_weights_offset, p.recv_masks_offset, 0, p.call_signature, serial});
   }
   if (warp == 0) read_routes(p, epoch, serial, routes);
   __syncthreads();

@@ -70,17 +70,17 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   bool ok = true;
   int count = 0;
   if (lane < kNumRanks) {
-    ok = await_window(p, kControlCombineWindows, epoch, kPhaseCombineWindow, lane, window);
-    i64 from_row = 0, to_row = 0, staged_row = 0;
+    i64 from_row = 0, to_row = 0, staged_row = 0;  // while the window is on the way
     for (int s = 0; s < lane; ++s) from_row += rows[s * kNumRanks + p.rank];
     for (int r = 0; r < p.rank; ++r) to_row += rows[lane * kNumRanks + r];
     for (int r = 0; r < lane; ++r) staged_row += rows[p.rank * kNumRanks + r];
     count = clamp_rows(p.capacity - from_row, rows[lane * kNumRanks + p.rank]);
-    routes.to_x[lane] = window.x + to_row * kSentRowBytes;
-    routes.to_weights[lane] = window.topk_weights + to_row * kNumTopk * sizeof(float);
     routes.from_row[lane] = from_row;
     routes.num_rows[lane] = count;
     routes.staged_row[lane] = staged_row;
+    ok = await_window(p, kControlCombineWindows, epoch, kPhaseCombineWindow, lane, window);
+    routes.to_x[lane] = window.x + to_row * kSentRowBytes;
+    routes.to_weights[lane] = window.topk_weights + to_row * kNumTopk * sizeof(float);
   }
   const bool all_arrived = __all_sync(~0u, ok);
   const bool agreed = all_arrived && !ranks_differ(p, window, serial);
@@ -273,8 +273,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
   clear_next_waits(p, epoch, kPhaseCombineWindow, kPhaseCombineRows);
 
   if (blockIdx.x == 0 && warp == 1 && lane < kNumRanks) {
-    publish(p, kControlCombineWindows, epoch, lane,
-            {p.recv_x_offset, 0, 0, p.recv_topk_weights_offset, 0, 0, p.call_signature, serial, epoch});
+    publish(p, kControlCombineWindows, epoch, lane, {p.recv_x_offset, 0, 0, p.recv_topk_weights_offset, 0, 0, p.call_signature, serial});
   }
   if (threadIdx.x < kCombineCopyWarps) progress[threadIdx.x].written = progress[threadIdx.x].signalled = progress[threadIdx.x].done = 0;
   if (warp == 0) read_routes(p, epoch, serial, routes);
@@ -304,6 +303,6 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
     for (int r = 0; kHasStatistics && !routes.idle && r < kNumRanks; ++r) count_sent(p, routes.num_rows[r], kSentRowBytes);
     count_call(p);
     state->combine_blocks = state->combine_items = state->combine_tokens = 0;
-    state->combine_epoch = epoch;
+    state->combine_epoch = kHasTma ? epoch : state->combine_epoch + 1;  // without TMA, there is no register left to keep it
   }
 }

@@ -45,13 +45,17 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   RecvWindow window = {};
   bool ok = true;
   int fits = 0, listed = 0;
-  if (lane < kNumRanks) ok = await_window(p, kControlDispatchWindows, epoch, kPhaseDispatchWindow, lane, window);
+  i64 first = 0, arriving = 0;
+  if (lane < kNumRanks) {  // while the windows are on the way
+    for (int s = 0; s < p.rank; ++s) first += rows[s * kNumRanks + lane];
+    listed = rows[p.rank * kNumRanks + lane];
+    for (int s = 0; s < kNumRanks; ++s) arriving += rows[s * kNumRanks + p.rank];
+    ok = await_window(p, kControlDispatchWindows, epoch, kPhaseDispatchWindow, lane, window);
+  }
   const bool all_arrived = __all_sync(~0u, ok);
   const bool sends = all_arrived && !ranks_differ(p, window, serial, !p.follows_route);
   if (lane < kNumRanks) {
-    i64 first = 0;
-    for (int s = 0; s < p.rank; ++s) first += rows[s * kNumRanks + lane];
-    listed = sends ? rows[p.rank * kNumRanks + lane] : 0;
+    if (!sends) listed = arriving = 0;
     fits = clamp_rows(window.capacity - first, listed);
     routes.windows[lane] = window;
     routes.first[lane] = first;
@@ -61,8 +65,6 @@ __device__ inline void read_routes(const Params& p, u32 epoch, u32 serial, Route
   const int max_rows = __reduce_max_sync(~0u, fits), max_listed = __reduce_max_sync(~0u, listed);
   if (lane == 0) {
     if constexpr (kHasSlots) static_cast<Members&>(routes) = Members(p);
-    i64 arriving = 0;
-    for (int s = 0; s < kNumRanks && sends; ++s) arriving += rows[s * kNumRanks + p.rank];
     routes.max_rows = max_rows;
     routes.max_listed = max_listed;
     routes.num_recv = arriving;

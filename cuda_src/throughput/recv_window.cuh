@@ -1,19 +1,33 @@
 // Receive windows: the receiver chooses the addresses. At the start of a call each rank publishes to each peer where it receives rows, as
 // offsets in its symmetric memory. It reads the windows of all peers. If a dispatch has a new routing, its route publishes the windows.
 //
+// A window is a message of epoch-tagged words. It guards no data: peers only write to this memory. So it needs no release, which would wait
+// until the first words have reached the peer, and no acquire.
+//
 // Reuse of the inbox: two ring slots, selected by the parity of the epoch, are enough. A peer publishes epoch k + 2 after its call k + 1
 // has ended. That call began with a wait for this rank's window k + 1. This rank published window k + 1 after its own call k. No thread
 // reads slot k at that time.
 //
 // Reuse of the window's memory: it needs no barrier. The stream of the call publishes the window, after all earlier kernels of that stream
-// that read the memory. Peers write only after they have read the window.
+// that read the memory. Those kernels have ended (await_predecessor). Peers write only after they have read the window.
 #pragma once
 #include "common/wait.cuh"
 
 static_assert(kNumRanks <= 32);  // one lane for each rank
 
-__device__ __forceinline__ RecvWindow* window_at(u64 base, u64 inbox, u32 epoch, int source) {
-  return at<RecvWindow>(base, inbox) + (epoch % 2) * kNumRanks + source;
+struct RecvWindow {
+  u64 x;  // offsets from the symmetric base of the receiver, or addresses
+  u64 scales;
+  u64 topk_idx;
+  u64 topk_weights;
+  u64 src_idx;
+  i64 capacity;  // rows that fit
+  u64 call_signature;
+  u32 serial;
+};
+
+__device__ __forceinline__ WindowMessage* window_at(u64 base, u64 inbox, u32 epoch, int source) {
+  return at<WindowMessage>(base, inbox) + (epoch % 2) * kNumRanks + source;
 }
 
 // One lane writes the inbox of one peer.
@@ -21,16 +35,16 @@ __device__ __forceinline__ void publish(const Params& p, u64 inbox, u32 epoch, i
   if constexpr (kHasSlots) {  // without slots, a return would change the order of the loads
     if (is_absent(p, peer)) return;
   }
-  RecvWindow* theirs = window_at(p.peers[peer], inbox, epoch, p.rank);
-  st_relaxed_sys(&theirs->x, mine.x);
-  st_relaxed_sys(&theirs->scales, mine.scales);
-  st_relaxed_sys(&theirs->topk_idx, mine.topk_idx);
-  st_relaxed_sys(&theirs->topk_weights, mine.topk_weights);
-  st_relaxed_sys(&theirs->src_idx, mine.src_idx);
-  st_relaxed_sys(&theirs->capacity, mine.capacity);
-  st_relaxed_sys(&theirs->call_signature, mine.call_signature);
-  st_relaxed_sys(&theirs->serial, mine.serial);
-  st_release_sys(&theirs->flag, epoch);
+  WindowMessage* theirs = window_at(p.peers[peer], inbox, epoch, p.rank);
+  st_relaxed_sys(&theirs->x, tagged_word(mine.x / kAlignment, epoch));
+  st_relaxed_sys(&theirs->scales, tagged_word(mine.scales / kAlignment, epoch));
+  st_relaxed_sys(&theirs->topk_idx, tagged_word(mine.topk_idx / kAlignment, epoch));
+  st_relaxed_sys(&theirs->topk_weights, tagged_word(mine.topk_weights / kAlignment, epoch));
+  st_relaxed_sys(&theirs->src_idx, tagged_word(mine.src_idx / kAlignment, epoch));
+  st_relaxed_sys(&theirs->capacity, tagged_word(mine.capacity, epoch));
+  st_relaxed_sys(&theirs->call_signature[0], tagged_word(mine.call_signature, epoch));
+  st_relaxed_sys(&theirs->call_signature[1], tagged_word(mine.call_signature >> 32, epoch));
+  st_relaxed_sys(&theirs->serial, tagged_word(mine.serial, epoch));
 }
 
 // The serial in the window of a dispatch whose routing the ranks compute in this call, and in a handle whose dispatch moved no rows,
@@ -56,21 +70,39 @@ template <class DispatchParams>
 __device__ __forceinline__ void publish_results(const DispatchParams& p, u32 epoch, int peer, u32 serial) {
   publish(p, kControlDispatchWindows, epoch, peer,
           {p.recv_x_offset, p.recv_scales_offset, p.recv_topk_idx_offset, p.recv_topk_weights_offset, p.recv_src_idx_offset, p.capacity,
-           p.call_signature, serial, epoch});
+           p.call_signature, serial});
 }
 
 // Waits for the window of a peer, and turns its offsets into addresses in the peer's memory. A slot that is absent has none.
 __device__ __forceinline__ bool await_window(const Params& p, u64 inbox, u32 epoch, u32 phase, int peer, RecvWindow& window) {
   if (is_absent(p, peer)) return true;
-  const RecvWindow* mine = window_at(p.peers[p.rank], inbox, epoch, peer);
-  if (!wait_epoch(p, &mine->flag, epoch, phase, peer)) return false;
-  const u64 base = p.peers[peer];
-  window = *mine;
-  window.x += base;
-  window.scales += base;
-  window.topk_idx += base;
-  window.topk_weights += base;
-  window.src_idx += base;
+  const WindowMessage* mine = window_at(p.peers[p.rank], inbox, epoch, peer);
+  WindowMessage read;
+  const bool ok = wait_until(p, epoch, phase, peer, [&](u32& seen) {
+    u32 others = 0;  // tags that differ from the epoch
+    auto take = [&](const u64* words, u64& first, u64& second) {
+      ld_relaxed_sys(words, first, second);
+      others |= static_cast<u32>(first) ^ epoch;
+      if (words != &mine->serial) others |= static_cast<u32>(second) ^ epoch;
+    };
+    take(&mine->x, read.x, read.scales);
+    take(&mine->topk_idx, read.topk_idx, read.topk_weights);
+    take(&mine->src_idx, read.src_idx, read.capacity);
+    take(&mine->call_signature[0], read.call_signature[0], read.call_signature[1]);
+    take(&mine->serial, read.serial, read.unused);
+    seen = static_cast<u32>(read.serial);
+    return others == 0;
+  });
+  if (!ok) return false;
+  auto address = [&](u64 word) { return p.peers[peer] + (word >> 32) * kAlignment; };
+  window.x = address(read.x);
+  window.scales = address(read.scales);
+  window.topk_idx = address(read.topk_idx);
+  window.topk_weights = address(read.topk_weights);
+  window.src_idx = address(read.src_idx);
+  window.capacity = static_cast<i64>(read.capacity >> 32);
+  window.call_signature = read.call_signature[0] >> 32 | read.call_signature[1] & ~0ull << 32;
+  window.serial = static_cast<u32>(read.serial >> 32);
   return true;
 }
 

@@ -1,18 +1,17 @@
-// route: computes a new routing and tells all ranks. Block b counts the b-th run of tokens, the last of these blocks sends the counts of
-// the rank, and one more block publishes the receive windows.
+// route: computes a new routing and tells all ranks. Block b counts the b-th run of tokens, and the last block sends the counts of the
+// rank.
 //
 // 1. Each block counts the rows for each rank and the choices of each expert in its run of tokens. A token sends at most one row to a rank.
 //    The block writes its counts to local memory.
 // 2. Each block waits for the counts of the blocks before it, and so knows the position of its first row. Blocks start in order, so a block
 //    waits only for running blocks.
-// 3. The last block now knows all counts. It sends one message to each rank: the row counts of this rank, and the choices of each expert
-// of
+// 3. The last block now knows all counts. It sends one message to each rank: the row counts of this rank, and the choices of each expert of
 //    the receiver.
 // 4. Each block writes its part of the handle. send_pos has the position of each token among the rows for a rank. send_list has the tokens
 //    in that order.
-// 5. The last block waits for the windows and the messages of the peers and adds the matrix of row counts to the handle. If the call of a
-//    rank differs, all ranks see that in the windows.
-// Meanwhile block 0 publishes where the dispatch behind this kernel receives rows (recv_window.cuh). All earlier work on that
+// 5. The last block waits for the windows of the peers, and writes its part of the handle while their messages are on the way. Then it
+//    adds the matrix of row counts to the handle. If the call of a rank differs, all ranks see that in the windows.
+// Before, block 0 publishes where the dispatch behind this kernel receives rows (recv_window.cuh). All earlier work on that
 // memory has ended. dispatch starts when all blocks of this kernel have ended, so its SMs wait for no rank that has not begun the call.
 //
 // All counts are epoch-tagged words, which need no release: on the way to a peer, a release would take 2 us of the 10 us of this kernel.
@@ -34,8 +33,9 @@ struct Shared {
   i32 rows_before[kNumRanks][kWarps];  // rows of each warp for each rank; later, rows of the warps before it
   i32 num_rows[kNumRanks];             // of this block
   i32 first_row[kNumRanks];            // rows of the blocks before it
-  bool failed;                         // the counts of another block did not arrive
-  bool is_incomplete;                  // the window or message of a peer did not arrive; not `failed`, which warps may still read
+  i32 arriving[kNumRanks];             // rows from each rank for this one
+  bool failed;                         // the counts of another block, or later the message of a peer, did not arrive
+  bool is_incomplete;                  // the window of a peer did not arrive; not `failed`, which warps may still read
   bool differs;                        // the call of a rank differs: no rank sends rows
 };
 
@@ -58,15 +58,11 @@ __device__ inline u32 ranks_of(const Params& p, int token, i32* choices) {
   return ranks;
 }
 
-// The blocks that count, from 0 on.
-__device__ __forceinline__ int num_counting_blocks() { return gridDim.x - 1; }
-__device__ __forceinline__ int counting_block() { return blockIdx.x - 1; }
-
 // Step 1. It leaves the mask of each token's ranks in send_pos. The same lane reads the mask in step 4.
 __device__ inline void count(const Params& p, Shared& shared) {
   i32* send_pos = at<i32>(p.handle, kHandleSendPos);
   const int warp = warp_idx(), lane = lane_idx();
-  const Run run = run_of(p, counting_block(), num_counting_blocks());
+  const Run run = run_of(p, blockIdx.x, gridDim.x);
   int rows = 0;  // lane r: rows for rank r
   for (int first = run.begin; first < run.end; first += 32) {
     const int token = first + lane;
@@ -89,8 +85,10 @@ __device__ inline void count(const Params& p, Shared& shared) {
   __syncthreads();
 }
 
-// Adds up one word of each of `num` senders, and names a sender that is silent. All loads are in flight together: most words are here when
-// the first load comes.
+constexpr int kQuickReads = 64;  // each takes the time of one load
+
+// Adds up one word of each of `num` senders, and names a sender that is silent. All loads are in flight together. Senders are about as fast
+// as this block, so their words come one load or two later. Waiting for one word after the other would take a load for each of them.
 template <int kMost, class WordAt>
 __device__ __forceinline__ bool sum_words(const Params& p, u32 epoch, u32 phase, int num, bool from_peers, WordAt word_at, int& sum) {
   auto read = [&] {
@@ -104,7 +102,9 @@ __device__ __forceinline__ bool sum_words(const Params& p, u32 epoch, u32 phase,
     }
     return all;
   };
-  if (read()) return true;
+  for (int i = 0; i < kQuickReads; ++i) {
+    if (read()) return true;
+  }
   for (int i = 0; i < num; ++i) {
     u64 word;
     if (from_peers && is_absent(p, i)) continue;
@@ -116,20 +116,16 @@ __device__ __forceinline__ bool sum_words(const Params& p, u32 epoch, u32 phase,
 // Step 2.
 __device__ inline void exchange_block_counts(const Params& p, u32 epoch, Shared& shared) {
   RouteBlock* blocks = at<RouteBlock>(p.state, kLocalRouteBlocks);
-  const int warp = warp_idx(), lane = lane_idx(), block = counting_block();
-  const bool last = block == num_counting_blocks() - 1;
+  const int warp = warp_idx(), lane = lane_idx(), block = blockIdx.x;
+  const bool last = block == gridDim.x - 1;
   if (!last) {
     if (threadIdx.x < kNumRanks) st_relaxed_sys(blocks[block].num_rows + threadIdx.x, tagged_word(shared.num_rows[threadIdx.x], epoch));
     for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads)
       st_relaxed_sys(blocks[block].num_choices + e, tagged_word(shared.choices[e], epoch));
   }
-  if (warp < kNumRanks) {
-    u64 word = 0;
-    if (lane < block && !wait_word(p, blocks[lane].num_rows + warp, epoch, kPhaseRouteBlocks, p.rank, word)) shared.failed = true;
-    __syncwarp();
-    const int before = __reduce_add_sync(~0u, static_cast<int>(word >> 32));
-    if (lane == 0) shared.first_row[warp] = before;
-  }
+  u64* rows_of = blocks[lane < block ? lane : 0].num_rows + (warp < kNumRanks ? warp : 0);
+  const bool reads_rows = warp < kNumRanks && lane < block;
+  u64 word = reads_rows ? ld_relaxed_sys(rows_of) : 0;  // in flight together with the choices
   if (last) {
     for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) {
       int sum = 0;
@@ -137,6 +133,13 @@ __device__ inline void exchange_block_counts(const Params& p, u32 epoch, Shared&
         shared.failed = true;
       shared.choices[e] += sum;
     }
+  }
+  if (warp < kNumRanks) {
+    if (reads_rows && static_cast<u32>(word) != epoch && !wait_word(p, rows_of, epoch, kPhaseRouteBlocks, p.rank, word))
+      shared.failed = true;
+    __syncwarp();
+    const int before = __reduce_add_sync(~0u, static_cast<int>(word >> 32));
+    if (lane == 0) shared.first_row[warp] = before;
   }
   __syncthreads();
 }
@@ -146,7 +149,7 @@ __device__ __forceinline__ RouteMessage* message_at(const Params& p, u32 epoch, 
   return at<RouteMessage>(p.peers[receiver], inbox + sender * kRouteStride);
 }
 
-// Step 3: one warp for each receiver. The receiver reads the choices once it has the rows, so the rows come last.
+// Step 3: one warp for each receiver.
 __device__ inline void send(const Params& p, u32 epoch, const Shared& shared) {
   const int warp = warp_idx(), lane = lane_idx();
   if (warp >= kNumRanks || is_absent(p, warp)) return;
@@ -161,7 +164,7 @@ __device__ inline void write_positions(const Params& p, const Shared& shared) {
   i32* send_pos = at<i32>(p.handle, kHandleSendPos);
   i32* send_list = at<i32>(p.handle, kHandleSendList);
   const int lane = lane_idx();
-  const Run run = run_of(p, counting_block(), num_counting_blocks());
+  const Run run = run_of(p, blockIdx.x, gridDim.x);
   int next =
       lane < kNumRanks ? shared.first_row[lane] + shared.rows_before[lane][warp_idx()] : 0;  // lane r: position of the next row for rank r
   for (int first = run.begin; first < run.end; first += 32) {
@@ -185,40 +188,42 @@ __device__ __forceinline__ bool differs(const Params& p, const RecvWindow& windo
 
 // Called by one thread, after the windows of all ranks are here.
 __device__ inline void report_first_difference(const Params& p, u32 epoch) {
-  int other = 0;
-  while (is_absent(p, other) || !differs(p, *window_at(p.peers[p.rank], kControlDispatchWindows, epoch, other))) ++other;
-  const RecvWindow& window = *window_at(p.peers[p.rank], kControlDispatchWindows, epoch, other);
-  report_difference(p, other, p.call_signature, window.call_signature, kNoSerial, window.serial);
+  for (int other = 0; other < kNumRanks; ++other) {
+    RecvWindow window = {};
+    if (is_absent(p, other) || !await_window(p, kControlDispatchWindows, epoch, kPhaseRoute, other, window) || !differs(p, window))
+      continue;
+    return report_difference(p, other, p.call_signature, window.call_signature, kNoSerial, window.serial);
+  }
 }
 
-// Step 5, for one peer, called by a warp. If the calls of the ranks differ, a rank may send no message.
+// Step 5. One thread for each peer. If the calls of the ranks differ, a rank may send no message, so windows come before messages.
+__device__ inline void receive_windows(const Params& p, u32 epoch, Shared& shared) {
+  const int peer = warp_idx();
+  if (lane_idx() != 0 || peer >= kNumRanks || is_absent(p, peer)) return;
+  RecvWindow window = {};
+  if (!await_window(p, kControlDispatchWindows, epoch, kPhaseRoute, peer, window)) {
+    shared.is_incomplete = true;
+  } else if (differs(p, window)) {
+    shared.differs = true;
+  }
+}
+
+// The row counts of one peer, called by a warp.
 __device__ inline void receive_rows(const Params& p, u32 epoch, int peer, Shared& shared) {
   const int lane = lane_idx();
-  if (is_absent(p, peer)) {
-    if (lane < kNumRanks) at<i32>(p.handle, kHandleNumRows)[peer * kNumRanks + lane] = 0;
-    return;
-  }
-  RecvWindow window;
-  bool ok = true, agrees = true;
-  if (lane == 0) {
-    ok = await_window(p, kControlDispatchWindows, epoch, kPhaseRoute, peer, window);
-    agrees = ok && !differs(p, window);
-  }
-  agrees = __shfl_sync(~0u, agrees, 0);
-  if (lane == 0 && ok && !agrees) shared.differs = true;
+  if (lane >= kNumRanks) return;
   u64 word = 0;
-  if (agrees && lane < kNumRanks) {
-    ok = wait_word(p, message_at(p, epoch, p.rank, peer)->num_rows + lane, epoch, kPhaseRoute, peer, word);
-    at<i32>(p.handle, kHandleNumRows)[peer * kNumRanks + lane] = static_cast<i32>(word >> 32);
-  }
-  if (!ok) shared.is_incomplete = true;
+  if (!shared.differs && !is_absent(p, peer) &&
+      !wait_word(p, message_at(p, epoch, p.rank, peer)->num_rows + lane, epoch, kPhaseRoute, peer, word))
+    shared.failed = true;
+  const i32 rows = static_cast<i32>(word >> 32);
+  at<i32>(p.handle, kHandleNumRows)[peer * kNumRanks + lane] = rows;
+  if (lane == p.rank) shared.arriving[peer] = rows;
 }
 
-// Step 5.
+// Step 5, after the windows. Other warps than those of the first experts receive the rows.
 __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
-  if (warp_idx() < kNumRanks) receive_rows(p, epoch, warp_idx(), shared);
-  __syncthreads();
-  if (shared.is_incomplete) return;
+  if (kWarps - 1 - warp_idx() < kNumRanks) receive_rows(p, epoch, kWarps - 1 - warp_idx(), shared);
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kRouteThreads) {
     int sum = 0;
     if (!shared.differs)
@@ -227,9 +232,10 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
     count_expert(p, e, sum);
     at<i32>(p.handle, kHandleNumRecvPerExpert)[e] = (sum + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment;
   }
-  if (threadIdx.x == 0) {
+  __syncthreads();
+  if (threadIdx.x == 0 && !shared.failed) {
     int sum = 0;
-    for (int s = 0; s < kNumRanks; ++s) sum += shared.differs ? 0 : at<i32>(p.handle, kHandleNumRows)[s * kNumRanks + p.rank];
+    for (int s = 0; s < kNumRanks; ++s) sum += shared.arriving[s];
     *at<i32>(p.handle, kHandleNumRecv) = sum;
     *at<u32>(p.handle, kHandleSerial) = shared.differs ? kNoSerial : epoch;
     if constexpr (kHasSlots) *at<u32>(p.handle, kHandleGeneration) = at<const State>(p.state, 0)->generation;
@@ -244,9 +250,8 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
   if (blockIdx.x == 0) {
     if (threadIdx.x < kNumRanks) publish_results(p, epoch, threadIdx.x, kNoSerial);
     if (p.to_host && threadIdx.x == 0) st_relaxed_sys(&at<Mailbox>(p.status_page, kStatusPageMailbox)->started, 1u);
-    return;
   }
-  const bool last = counting_block() == num_counting_blocks() - 1;
+  const bool last = blockIdx.x == gridDim.x - 1;
   for (int e = threadIdx.x; e < kNumExperts; e += kRouteThreads) shared.choices[e] = 0;
   if (threadIdx.x == 0) shared.failed = shared.is_incomplete = shared.differs = false;
   __syncthreads();
@@ -254,7 +259,12 @@ extern "C" __global__ void __launch_bounds__(kRouteThreads, 1) route(const __gri
   count(p, shared);
   exchange_block_counts(p, epoch, shared);
   if (shared.failed) return;
-  if (last) send(p, epoch, shared);
+  if (last) {
+    send(p, epoch, shared);
+    receive_windows(p, epoch, shared);
+  }
   write_positions(p, shared);
-  if (last) receive(p, epoch, shared);
+  if (!last) return;
+  __syncthreads();
+  if (!shared.is_incomplete) receive(p, epoch, shared);
 }

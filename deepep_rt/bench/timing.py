@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 BOUNDARY = {
-    "cuda": "CUDA events around a loop of calls, queued in advance unless the host waits in them, mean of a loop; slowest rank of each "
-    "repeat; median of the repeats",
+    "cuda": "CUDA events around a loop of calls behind another one, queued in advance unless the host waits in them, mean of a loop; "
+    "slowest rank of each repeat; median of the repeats",
     "host": "wall clock around a loop of calls after an MPI barrier, mean of a loop; slowest rank of each repeat; median of the repeats",
 }
 
@@ -43,13 +43,15 @@ class CudaClock:
     def loop(self, call: Callable[[int], Any], num_calls: int, starts_with: Intracomm | None = None) -> float:
         """Make calls in a loop. Return the mean seconds of one. `call` receives its number.
 
+        One more call comes before the loop. It brings the ranks together, and keeps the GPU busy until the host has launched the first call
+        of the loop. Otherwise the time would include what the host does before that launch.
+
         `starts_with` are ranks whose GPUs begin together, once every host has queued its loop. The hosts then take no part in the time, and
-        `call` must not wait for the GPU. One more call comes before the loop, and brings the ranks together.
+        `call` must not wait for the GPU.
         """
         start, end = self._cuda.Event(), self._cuda.Event()
         with queued(self._cuda.get_current_stream().ptr) if starts_with else contextlib.nullcontext():
-            if starts_with:
-                call(num_calls)
+            call(num_calls)
             start.record()
             for i in range(num_calls):
                 call(i)
@@ -64,7 +66,7 @@ class WallClock:
     """Time on the host, for calls that return when they are complete."""
 
     def loop(self, call: Callable[[int], Any], num_calls: int, starts_with: Intracomm | None = None) -> float:
-        """Measure as in `CudaClock`. Calls are complete when they return, so nothing is queued."""
+        """Measure as in `CudaClock`. Calls are complete when they return, so nothing is queued, and no call comes before the loop."""
         start = time.perf_counter()
         for i in range(num_calls):
             call(i)

@@ -10,7 +10,7 @@ from ..config import MAX_ROUTE_BLOCKS, Config, rows_per_copy
 from ..statistics import CALL_KINDS
 from . import structs
 from .nodes_layout import NodesLayout
-from .regions import Map, align_up, arrange
+from .regions import ALIGNMENT, Map, align_up, arrange
 from .tuning import MAX_POSITION_BLOCKS
 
 _MIN_CHOICE_WINDOW = 64
@@ -71,8 +71,8 @@ class Layout:
         return arrange(
             [
                 ("route_inbox", 2 * ranks * self.route_stride),
-                ("dispatch_windows", 2 * ranks * structs.RecvWindow.size(self._sizes)),
-                ("combine_windows", 2 * ranks * structs.RecvWindow.size(self._sizes)),
+                ("dispatch_windows", 2 * ranks * structs.WindowMessage.size(self._sizes)),
+                ("combine_windows", 2 * ranks * structs.WindowMessage.size(self._sizes)),
                 ("dispatch_flags", ranks * 4),
                 ("combine_flags", ranks * chunks * 4),
                 # [source][place] of the rows of a dispatch with signals: the row and the epoch
@@ -339,6 +339,7 @@ class Layout:
             {}
             if self.nodes
             else {
+                "kAlignment": ALIGNMENT,
                 "kRouteStride": self.route_stride,
                 "kMaxCombineChunks": self.control.sizes["combine_flags"] // (4 * self.config.num_ranks),
             }

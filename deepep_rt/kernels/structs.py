@@ -87,18 +87,18 @@ RouteBlock = CStruct(
     """,
 )
 
-RecvWindow = CStruct(
-    "RecvWindow",
+WindowMessage = CStruct(
+    "WindowMessage",
     """
-    u64 x;                // offsets of the receiver's arrays from its symmetric base
-    u64 scales;
+    u64 x;                   // offsets of the receiver's arrays from its symmetric base, in units of kAlignment bytes
+    u64 scales;              // each word carries the epoch in its lower half
     u64 topk_idx;
     u64 topk_weights;
     u64 src_idx;
-    i64 capacity;         // rows that fit
-    u64 call_signature;   // all ranks must agree on it
-    u32 serial;           // of the routing; all ranks must agree on it too
-    u32 flag;             // epoch; written last
+    u64 capacity;            // rows that fit
+    u64 call_signature[2];   // all ranks must agree on it; its lower half, then its upper half
+    u64 serial;              // of the routing; all ranks must agree on it too
+    u64 unused;              // readers load two words at a time
     """,
 )
 
@@ -348,7 +348,7 @@ CallStatistics = CStruct(
 )
 
 SHARED = (
-    RouteMessage, RouteBlock, RecvWindow, State, LostRanks, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox,
+    RouteMessage, RouteBlock, WindowMessage, State, LostRanks, LlProgress, LlHeader, LlMessage, LlEntry, LlCombineHeader, Report, Mailbox,
     NetworkState, Descriptor, WireState, RouteNodesBlock, SourceCounts, FlowCounts, NodeWindow, Hello, ChunkHead, ChoiceRow, CallStatistics,
 )  # fmt: skip
 

@@ -519,9 +519,9 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
         pytest.param("throughput/combine.cu", r"kRowBytes\);\n    __syncwarp\(\);", "kRowBytes);", id="no-wait-for-other-lanes"),
         pytest.param(
             "throughput/recv_window.cuh",
-            r"st_release_sys\(&theirs->flag, epoch\)",
-            "st_relaxed_sys(&theirs->flag, epoch)",
-            id="no-release",
+            r"others \|= static_cast<u32>\(first\) \^ epoch;",
+            "",
+            id="no-wait-for-a-word",
         ),
     ],
 )

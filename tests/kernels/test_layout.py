@@ -188,7 +188,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
     layout = Layout(config)
     constants = config.constants()
     ranks, tokens, topk, row = config.num_ranks, config.num_max_tokens_per_rank, config.num_topk, config.row_bytes
-    chunks, window = layout.constants["kMaxCombineChunks"], structs.RecvWindow.size(constants)
+    chunks, window = layout.constants["kMaxCombineChunks"], structs.WindowMessage.size(constants)
     counts = {"num_recv": 4, "num_recv_per_expert": config.num_local_experts * 4}
     assert layout.control.sizes == {
         "route_inbox": 2 * ranks * layout.route_stride,

@@ -77,8 +77,6 @@ class RowMover(ABC):
     """Of the kernels' names."""
     _rows_phase = "kPhaseDispatchRows"
     """Of an interrupted dispatch."""
-    _publishing_blocks = 0
-    """Blocks of the routing that do not count tokens."""
     _waits_when_full = False
     """A dispatch waits for its counts before it needs memory for its rows, if the pool is full."""
     _waits_always = False
@@ -225,11 +223,10 @@ class RowMover(ABC):
             self._runtime.page.expect_counts()
         if self._network is not None:
             self._network.wake()
-        others = self._publishing_blocks
-        counting = max(min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms - others), 1)
+        num_blocks = max(min(-(-idx.shape[0] // ROUTE_THREADS), MAX_ROUTE_BLOCKS, self.num_sms), 1)
         self._runtime.launcher(self._route_kernel)(
             stream,
-            counting + others,
+            num_blocks,
             {
                 "num_tokens": idx.shape[0],
                 "topk_idx": idx.ptr,
@@ -367,8 +364,6 @@ class RowMover(ABC):
 
 class Throughput(RowMover):
     """Dispatch and combine over symmetric memory: rows go straight to the memory of other ranks. See `RowMover`."""
-
-    _publishing_blocks = 1  # block 0 publishes the receive windows
 
     def __init__(self, runtime: CudaRuntime, copy_when_full: bool) -> None:
         has_peer_access = runtime.config.num_ranks <= MAX_RANKS_PER_NODE and all(runtime.memory.peers)
