@@ -152,6 +152,8 @@ class DispatchResult(_Arrays):
     handle: DispatchHandle
     event: Event
     make_views: Callable[[], Views] = field(repr=False)  # internal
+    num_sms: int = 0
+    """With `signals=True`, the SMs that the call occupies until its end. Kernels that wait for its tiles leave as many free."""
 
     @cached_property
     def recv_x(self) -> Any:

@@ -6,6 +6,7 @@ has to run the backward pass, with the same calls.
 """
 
 from .autograd import Dispatched, combine, dispatch
+from .grouped import grouped_mlp, grouped_product
 from .handles import Handle, TracedHandle
 from .low_latency import LowLatencyDispatched, LowLatencyHandle, low_latency_combine, low_latency_dispatch
 from .process_group import communicator
@@ -15,6 +16,8 @@ __all__ = [
     "combine",
     "low_latency_dispatch",
     "low_latency_combine",
+    "grouped_mlp",
+    "grouped_product",
     "Dispatched",
     "Handle",
     "TracedHandle",

@@ -539,7 +539,8 @@ class ThroughputCalls:
         self._runtime.purposes.note_launches(self._epochs[0], before + 1, self._dispatches[0])
         self._monitor.check_inputs()
         views = self._runtime.for_caller(make_views, is_host_caller, call.stream)
-        return DispatchResult(handle, self._runtime.order.event(call), views)
+        num_sms = max(2, self._by_token.num_sms) if inputs.signals else 0
+        return DispatchResult(handle, self._runtime.order.event(call), views, num_sms)
 
     @whole_call("kPhaseCombineRows")
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:

@@ -108,7 +108,7 @@ class TileSignals:
             "tile_rows": self.tile_rows,
         }
         launch_local("prepare_tiles", stream, values, config.num_ranks + 1)
-        num_blocks = max(2, self._by_token.num_sms)
+        num_blocks = max(2, self._by_token.num_sms)  # DispatchResult.num_sms
         params = {
             "row_bytes": x.row_bytes,
             "head_bytes": ROW_ALIGNMENT,

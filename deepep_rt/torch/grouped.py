@@ -1,0 +1,174 @@
+"""The experts of a rank as grouped matrix products, which start while the rows of a dispatch with `signals=True` still arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..errors import EPInputError
+
+if TYPE_CHECKING:
+    from ..results import DispatchResult
+
+_torch_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # its name before PyTorch 2.10
+
+_FP8 = (torch.float8_e4m3fn,)
+_GROUP = 128
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """Return `silu(gate) * up` of `[rows, 2 * n]`, whose first half is `gate`."""
+    gate, up = x.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def grouped_product(sent: DispatchResult, weight: torch.Tensor, *, weight_scales: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply each row that arrived by the matrix of its expert.
+
+    After a dispatch with `signals=True`, each tile of rows is multiplied once it is here, on the SMs that the dispatch leaves free. When
+    the dispatch ends, the product takes its SMs too. Without signals, or where Triton has no kernel for it, the product runs after the
+    dispatch.
+
+    Args:
+        sent: The result of `Buffer.dispatch(..., layout="expert")` on PyTorch's tensors. Its `recv_x` is bfloat16, or float8_e4m3fn with
+            float32 scales for each 128 channels, in rows.
+        weight: `[num_local_experts, hidden, n]`, dtype of `recv_x`, with any strides. Products are fastest if `hidden` is contiguous.
+        weight_scales: With FP8, `[num_local_experts, n // 128, hidden // 128]` float32: the scale of each block of 128 by 128.
+
+    Returns:
+        `[rows, n]` bfloat16, in the order of `recv_x`. Rows of padding are those of the padding of `recv_x`, or undefined.
+
+    Raises:
+        EPInputError: If a shape or dtype does not fit.
+
+    Example:
+        >>> sent = buffer.dispatch(x, topk_idx, topk_weights, layout="expert", expert_alignment=128, signals=True)
+        >>> y = grouped_product(sent, experts)
+    """
+    x = sent.recv_x
+    scales = _check(sent, x, weight, weight_scales)
+    tile_rows = sent.handle.tile_rows
+    if not _has_kernel(x, weight, tile_rows):
+        sent.event.wait()
+        return _after_the_dispatch(sent, x, weight, scales)
+    from . import tile_product  # Triton takes long to import
+
+    out = x.new_empty((x.shape[0], weight.shape[2]), dtype=torch.bfloat16)
+    ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
+    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    arguments: tuple[Any, ...] = (x, weight, out, sent.recv_expert_idx, ticket)
+    if (ready := sent.tile_ready) is None:
+        sent.event.wait()
+        tile_product.launch(num_sms, *arguments, tile_rows=tile_rows, scales=scales)
+        return out
+    here, theirs = torch.cuda.current_stream(), torch.cuda.ExternalStream(cast(Any, sent.event).stream)
+    begins = here.record_event()  # behind `ticket`
+    options = dict(tile_rows=tile_rows, scales=scales, ready=ready, signal=sent.signal)
+    tile_product.launch(max(1, num_sms - sent.num_sms), *arguments, **options)
+    with torch.cuda.stream(theirs):  # behind the dispatch
+        theirs.wait_event(begins)
+        tile_product.launch(min(sent.num_sms, num_sms - 1), *arguments, **options)
+    here.wait_stream(theirs)
+    return out
+
+
+def grouped_mlp(
+    sent: DispatchResult,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    w1_scales: torch.Tensor | None = None,
+    activation: Callable[[torch.Tensor], torch.Tensor] = swiglu,
+) -> torch.Tensor:
+    """Run the experts of this rank on the rows that arrived: `activation(recv_x @ w1[e]) @ w2[e]` for each row of expert `e`.
+
+    The first product starts as `grouped_product` says.
+
+    Args:
+        sent: As in `grouped_product`.
+        w1: `[num_local_experts, hidden, n]`, dtype of `recv_x`.
+        w2: `[num_local_experts, m, hidden]` bfloat16. `m` is the width of what `activation` returns, with `swiglu` `n // 2`.
+        w1_scales: With FP8, the `weight_scales` of `grouped_product`.
+        activation: From `[rows, n]` bfloat16 to `[rows, m]` bfloat16.
+
+    Returns:
+        `[rows, hidden]` bfloat16, for `Buffer.combine(..., sent.handle)`.
+
+    Raises:
+        EPInputError: If a shape or dtype does not fit.
+
+    Example:
+        >>> sent = buffer.dispatch(x, topk_idx, topk_weights, layout="expert", expert_alignment=128, signals=True)
+        >>> y = grouped_mlp(sent, w1, w2)
+        >>> out = buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True).x
+    """
+    inner = activation(grouped_product(sent, w1, weight_scales=w1_scales))
+    if w2.dim() != 3 or w2.shape[:2] != (w1.shape[0], inner.shape[1]):
+        raise EPInputError(
+            f"w2.shape={list(w2.shape)}; expected [{w1.shape[0]}, {inner.shape[1]}, hidden], by what activation returns. Pass such weights"
+        )
+    return _grouped_mm(inner, w2, sent.expert_offsets[1:])
+
+
+def _check(
+    sent: DispatchResult, x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the scales of rows and weights, if rows are FP8."""
+    if sent.handle.layout != "expert":
+        raise EPInputError("sent has rows by token; expected layout='expert'. Pass it to the dispatch")
+    if weight.dim() != 3 or weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
+        raise EPInputError(
+            f"weight.shape={list(weight.shape)}, dtype={weight.dtype}; expected [num_local_experts, {x.shape[1]}, n] of {x.dtype}, as "
+            f"recv_x has. Pass such weights"
+        )
+    x_scales = sent.recv_x_scales
+    if x.dtype not in _FP8:
+        return None
+    groups = x.shape[1] // _GROUP
+    wanted = weight.shape[0], weight.shape[2] // _GROUP, groups
+    if x_scales is None or x_scales.shape != (x.shape[0], groups) or x_scales.dtype != torch.float32:
+        raise EPInputError(
+            "recv_x_scales do not fit; expected float32 scales of 128 channels, in rows. Pass use_fp8=True to the dispatch, or x_scales"
+        )
+    if weight_scales is None or weight_scales.shape != wanted or not weight_scales.is_contiguous():
+        given = None if weight_scales is None else list(weight_scales.shape)
+        raise EPInputError(f"weight_scales={given}; expected {list(wanted)} float32. Pass a scale for each block of 128 by 128")
+    return x_scales, weight_scales
+
+
+def _has_kernel(x: torch.Tensor, weight: torch.Tensor, tile_rows: int) -> bool:
+    """Return whether tile_product has a kernel for these shapes."""
+    if not (x.is_cuda and tile_rows and x.shape[0] and x.shape[0] % tile_rows == 0):
+        return False
+    if x.dtype not in (torch.bfloat16, *_FP8) or x.shape[1] % _GROUP or weight.shape[2] % _GROUP:
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _after_the_dispatch(
+    sent: DispatchResult, x: torch.Tensor, weight: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
+    if scales is not None:
+        x_scales, weight_scales = scales
+        x = (x.float().view(len(x), -1, _GROUP) * x_scales.unsqueeze(2)).view(x.shape).bfloat16()
+        blocks = weight_scales.transpose(1, 2).repeat_interleave(_GROUP, 1).repeat_interleave(_GROUP, 2)
+        weight = (weight.float() * blocks).bfloat16()
+    return _grouped_mm(x, weight, sent.expert_offsets[1:])
+
+
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows of each expert by its matrix. Rows past the last end are undefined."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return _torch_grouped_mm(x, weight, offs=ends)
+    out = x.new_zeros((x.shape[0], weight.shape[2]))
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        out[begin:end] = x[begin:end] @ weight[expert]
+        begin = end
+    return out

@@ -1,0 +1,121 @@
+"""A grouped matrix product in Triton, whose tiles wait for their rows. Triton comes with PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+COLUMNS = 128
+"""Columns of a tile of the result."""
+
+_DEPTH = {1: 128, 2: 64}  # elements of a step, by the bytes of an element. With FP8, a step has one scale for each row
+
+
+@triton.jit
+def _grouped_product(  # type: ignore[no-untyped-def]
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    out,
+    experts,
+    ready,
+    signal,
+    ticket,
+    num_tiles,
+    num_columns,
+    depth,
+    stride_expert,
+    stride_depth,
+    stride_column,
+    WAITS: tl.constexpr,
+    FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    tiles_across = num_columns // COLUMNS
+    total = num_tiles * tiles_across
+    tile = tl.atomic_add(ticket, 1, sem="relaxed")
+    while tile < total:
+        down = tile // tiles_across
+        column = (tile % tiles_across) * COLUMNS + tl.arange(0, COLUMNS)
+        if WAITS:
+            word = tl.atomic_add(ready + down, 0, sem="acquire", scope="sys")
+            while word != signal:
+                word = tl.atomic_add(ready + down, 0, sem="acquire", scope="sys")
+        expert = tl.load(experts + down * ROWS)  # written before the word
+        if expert >= 0:
+            row = (down * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+            step = tl.arange(0, DEPTH)
+            left = x + row[:, None] * depth + step[None, :]
+            right = (
+                weight
+                + expert.to(tl.int64) * stride_expert
+                + step[:, None] * stride_depth
+                + column[None, :].to(tl.int64) * stride_column
+            )
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            if FP8:
+                steps = depth // DEPTH
+                left_scale = x_scales + row * steps
+                right_scale = weight_scales + (expert.to(tl.int64) * tiles_across + tile % tiles_across) * steps
+                for i in range(steps):
+                    part = tl.dot(tl.load(left), tl.load(right))
+                    sums += part * (tl.load(left_scale + i) * tl.load(right_scale + i))[:, None]
+                    left += DEPTH
+                    right += DEPTH * stride_depth
+            else:
+                for _ in range(0, depth, DEPTH):
+                    sums = tl.dot(tl.load(left), tl.load(right), sums)
+                    left += DEPTH
+                    right += DEPTH * stride_depth
+            tl.store(out + row[:, None] * num_columns + column[None, :], sums.to(out.dtype.element_ty))
+        tile = tl.atomic_add(ticket, 1, sem="relaxed")
+
+
+def launch(
+    programs: int,
+    x: Any,
+    weight: Any,
+    out: Any,
+    experts: Any,
+    ticket: Any,
+    *,
+    tile_rows: int,
+    scales: tuple[Any, Any] | None = None,
+    ready: Any = None,
+    signal: int = 1,
+) -> None:
+    """Launch blocks that take tiles of a product until none is left. Launches that share `ticket`, which begins with 0, share the tiles.
+
+    `x` is `[rows, depth]`, `weight` `[experts, depth, columns]` with any strides, `out` `[rows, columns]`. All rows of a tile of
+    `tile_rows` rows belong to the expert of its first row in `experts`; -1 skips the tile. With `ready`, a tile waits until its word is
+    `signal`.
+    """
+    _, depth, columns = weight.shape
+    x_scales, weight_scales = scales or (x, x)
+    _grouped_product[(programs,)](
+        x,
+        x_scales,
+        weight,
+        weight_scales,
+        out,
+        experts,
+        experts if ready is None else ready,
+        signal,
+        ticket,
+        x.shape[0] // tile_rows,
+        columns,
+        depth,
+        *weight.stride(),
+        WAITS=ready is not None,
+        FP8=scales is not None,
+        ROWS=tile_rows,
+        COLUMNS=COLUMNS,
+        DEPTH=_DEPTH[x.element_size()],
+        num_warps=8,
+        num_stages=4,
+    )
