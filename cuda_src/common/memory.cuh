@@ -179,6 +179,15 @@ __device__ __forceinline__ Vec16 ld_relaxed_sys(const Vec16* p) {
   return v;
 }
 
+// Loads to `v` if `wanted`. Where a load stands in a branch, the compiler loads to other registers and copies them. The copies wait for the
+// load, and later loads start after the copies.
+__device__ __forceinline__ void ld_relaxed_sys_if(bool wanted, Vec16& v, const Vec16* p) {
+  asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])
+               : "l"(p), "r"(static_cast<u32>(wanted))
+               : "memory");
+}
+
 // Rows are read once, so they should not replace other lines in L1.
 __device__ __forceinline__ Vec16 ld_streaming(const Vec16* p) {
   Vec16 v;
@@ -242,6 +251,10 @@ __device__ __forceinline__ void warp_copy(void* to, const void* from, int num_by
   }
 }
 
+// Brings a line to the L2 cache and its translation near this SM. A kernel may call this for any of its memory before it awaits its
+// predecessor: later writes of the GPU and of peers reach that line.
+__device__ __forceinline__ void prefetch(u64 address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // For a kernel that may start while its predecessor in the stream still ends (Kernel.overlaps). After this, the predecessor has ended, and
 // all its writes are visible.
 __device__ __forceinline__ void await_predecessor() {
@@ -253,7 +266,7 @@ __device__ __forceinline__ void start_successor() {
   if constexpr (kHasOverlap) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Comes before all loads and stores of a kernel.
+// Comes before all loads and stores of global memory of a kernel.
 __device__ __forceinline__ void overlap_kernels() {
   await_predecessor();
   start_successor();

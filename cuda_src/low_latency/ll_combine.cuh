@@ -28,14 +28,16 @@
 // Rows travel as bfloat16. The other form is CompressedRows.
 struct PlainRows {
   static constexpr bool kIsCompressed = false;
-  static constexpr int kManyRows = kNumTopk < 8 ? kNumTopk : 8;  // that a thread loads at once
+  static constexpr bool kHasManyRows = kNumRanks <= 2 && kNumTopk <= 8;  // an entry often has many rows, and a thread can load all at once
   using Share = PlainShare;
 
   // Called by all warps of a group: computes and writes this thread's part of a row.
   __device__ static __forceinline__ void send_row(const Params& p, const Entry& entry, int thread, int step, Vec16* to) {
     auto write = [&](int i, const Vec16& v) { st_relaxed_sys(to + i, v); };
-    if constexpr (kNumRanks <= 2) {  // an entry often has many rows
-      entry.reduce<1, kManyRows>(p, thread, step, kRowVecs, write);
+    if constexpr (kHasManyRows) {
+      entry.reduce_in_flight<kNumTopk>(p, thread, step, kRowVecs, write);
+    } else if constexpr (kNumRanks <= 2) {
+      entry.reduce<1, 8>(p, thread, step, kRowVecs, write);
     } else if (step * 2 >= kRowVecs) {
       entry.reduce<2, 4>(p, thread, step, kRowVecs, write);
     } else {
@@ -46,9 +48,25 @@ struct PlainRows {
   // Called by one warp: computes and writes the tile that begins at vector `start`.
   __device__ static __forceinline__ void send_tile(const Params& p, const Entry& entry, int start, Vec16* to) {
     auto write = [&](int i, const Vec16& v) { st_relaxed_sys(to + i, v); };
-    entry.reduce<kMaxVecsPerThread, 2>(p, start + lane_idx(), 32, min(start + kTileVecs, kRowVecs), write);
+    const int end = min(start + kTileVecs, kRowVecs);
+    if constexpr (kHasManyRows) {
+      entry.reduce_in_flight<kNumTopk>(p, start + lane_idx(), 32, end, write);
+    } else {
+      entry.reduce<kMaxVecsPerThread, 2>(p, start + lane_idx(), 32, end, write);
+    }
   }
 };
+
+// Called before the kernel awaits its predecessor. Prefetches what the kernel reads first.
+__device__ __forceinline__ void prefetch_tables(const Params& p) {
+  if constexpr (!kHasOverlap) return;
+  if (threadIdx.x == 0) {
+    prefetch_numbers(p, progress_of(p), kLlCombineAcks);
+    if (p.num_tokens > 0) prefetch(p.has_weights ? p.topk_idx : p.topk_weights);
+  }
+  const u32 offset = threadIdx.x * 128;
+  if (blockIdx.x == 0 && offset < kLlHandleEntries + p.num_tokens * sizeof(LlEntry)) prefetch(p.handle + offset);
+}
 
 // Runs the whole call. Each entry consists of num_parts items, and groups of the shape of `senders` claim them. send(call, item, num_items,
 // num_entries) runs the send half from the group's first item on. kInterleaved: entry_at gives the entry of a position.

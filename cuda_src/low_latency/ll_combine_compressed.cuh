@@ -18,6 +18,7 @@ struct CompressedShare {
                        kMaxAtOnce = kMasksOnTimeout ? 1
                                     : kIsLog10      ? 2
                                                     : 4;  // more would spill registers
+  static constexpr int kMaxColumns = 1;
   struct Place {
     u64 row;
     int share;
@@ -30,7 +31,8 @@ struct CompressedShare {
 
   __device__ static __forceinline__ Place place(u64 row, int i) { return {row, i}; }
 
-  __device__ __forceinline__ void load(const Place& from) {
+  __device__ __forceinline__ void load(bool wanted, const Place& from) {
+    if (!wanted) return;
     held.first = ld_relaxed_sys(from.first());
     if constexpr (kIsLog10) held.fifth = ld_relaxed_sys(from.fifth());
     held.scale = leads_group() ? ld_relaxed_sys(from.scale()) : 0;

@@ -30,6 +30,7 @@ __device__ inline void send_entry(const Params& p, const Call& call, const WarpG
     return;
   }
   if constexpr (Form::kIsCompressed) return;  // such rows are always added up first
+#pragma unroll 1                              // calls with p.reduce_early would jump over long code
   for (int k = 0; k < kNumTopk; ++k) {
     const i64 from = __shfl_sync(~0u, entry.row, k);
     if (from == kLlElsewhere) continue;
@@ -65,6 +66,7 @@ __device__ inline void send_entries(const Params& p, const Call& call, const War
 // `Form`: of the rows on the way.
 template <class Form>
 __device__ __forceinline__ void combine_entries(const Params& p) {
+  prefetch_tables(p);
   overlap_kernels();
   // The number of entries arrives too late, so this assumes that all ranks have as many tokens as this one. In a graph, the number of
   // members may be an older one. The shape of groups is free.

@@ -167,12 +167,13 @@ __device__ inline void drop_incomplete_rows(const Params& p, u32 epoch, const Wa
 // Eight channels of a row, as a thread reads them. The other form of a share is CompressedShare.
 struct PlainShare {
   static constexpr int kPerRow = kRowVecs, kChannels = 8,
-                       kMaxAtOnce = kMasksOnTimeout ? 4 - kHasStatistics : 8;  // more would spill registers
+                       kMaxAtOnce = kMasksOnTimeout ? 4 - 2 * kHasStatistics : 8;  // more would spill registers
+  static constexpr int kMaxColumns = 2;
   using Place = Vec16*;
-  Vec16 held;
+  Vec16 held = {};
 
   __device__ static __forceinline__ Place place(u64 row, int i) { return at<Vec16>(row, 0) + i; }
-  __device__ __forceinline__ void load(Place from) { held = ld_relaxed_sys(from); }
+  __device__ __forceinline__ void load(bool wanted, Place from) { ld_relaxed_sys_if(wanted, held, from); }
   __device__ __forceinline__ bool has_arrived() const { return is_written(held); }
   __device__ __forceinline__ void complete() const {}
   __device__ __forceinline__ void clear(Place from) const { st_vec(from, empty_vec()); }
@@ -192,53 +193,58 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Wa
   if (!ok && !kMasksOnTimeout) return false;
   if constexpr (kMasksOnTimeout) drop_incomplete_rows(p, call.received, group, rows);
   if (group.thread(group.block()) == 0) count_received(p, rows.count, kSentRowBytes);
+  // A second column at once saves a round trip to memory. More rows leave no registers for it, and neither do masks.
+  constexpr int kColumns = !kMasksOnTimeout && kAtOnce <= 2 ? Share::kMaxColumns : 1, kShares = kAtOnce * kColumns;
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
-  for (int i = group.thread(group.block()); i - lane_idx() < Share::kPerRow; i += group.num_threads()) {
-    const bool exists = i < Share::kPerRow;
-    float sum[Share::kChannels] = {};
+  const int step = group.num_threads();
+  for (int i = group.thread(group.block()); i - lane_idx() < Share::kPerRow; i += kColumns * step) {
+    float sum[kColumns][Share::kChannels] = {};
     for (int first = 0; first < rows.count; first += kAtOnce) {
-      typename Share::Place from[kAtOnce];
-      Share shares[kAtOnce];
+      // Share j is that of row first + j / kColumns in column i + j % kColumns * step.
+      auto exists = [&](int j) { return i + j % kColumns * step < Share::kPerRow && first + j / kColumns < rows.count; };
+      typename Share::Place from[kShares];
+      Share shares[kShares];
+      u32 left = 0;  // shares that this thread misses
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        from[j] = Share::place(__shfl_sync(~0u, rows.row, first + j), i);
-        if (exists && first + j < rows.count) shares[j].load(from[j]);
+      for (int j = 0; j < kShares; ++j) {
+        from[j] = Share::place(__shfl_sync(~0u, rows.row, first + j / kColumns), i + j % kColumns * step);
+        left |= (exists(j) ? 1u : 0) << j;
       }
-      auto missing = [&] {
-        u32 which = 0;
+      // Loads all missing shares together, so that a round trip to memory serves all of them. From the second miss on, one thread first
+      // polls one of them, because polling is cheap. It is the last thread that misses this share.
+      for (u32 round = 0;; ++round) {
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) which |= (exists && first + j < rows.count && !shares[j].has_arrived() ? 1u : 0) << j;
-        return which;
-      };
-      // Loads all missing shares again together, so that a round trip to memory serves all of them. From the second round on, the thread
-      // first polls one of them, because polling is cheap.
-      for (u32 left, round = 0; __any_sync(~0u, left = missing()) && ok; ++round) {
-        const int late = __ffs(__reduce_or_sync(~0u, left)) - 1;
-        const int sender = __shfl_sync(~0u, rows.sender, first + late);
-        const auto place = Share::place(__shfl_sync(~0u, rows.row, first + late), i);
-        if (round > 0 && left >> late & 1) {
-          ok &= wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) {
-            Share now;
-            now.load(place);
-            return now.has_arrived();
-          });
-        }
-        ok = __all_sync(~0u, ok);
+        for (int j = 0; j < kShares; ++j) shares[j].load(left >> j & 1, from[j]);
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          if (left >> j & 1) shares[j].load(from[j]);
+        for (int j = 0; j < kShares; ++j) left &= ~((shares[j].has_arrived() ? 1u : 0) << j);
+        if (!__any_sync(~0u, left) || !ok) break;
+        if (round > 0) {
+          const u32 late = __ffs(__reduce_or_sync(~0u, left)) - 1;
+          const int sender = __shfl_sync(~0u, rows.sender, first + late / kColumns);
+          const auto place = Share::place(__shfl_sync(~0u, rows.row, first + late / kColumns), i + late % kColumns * step);
+          if (lane_idx() == 31 - __clz(__ballot_sync(~0u, left >> late & 1))) {
+            ok &= wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) {
+              Share now;
+              now.load(true, place);
+              return now.has_arrived();
+            });
+          }
+          ok = __all_sync(~0u, ok);
         }
       }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const float weight = __shfl_sync(~0u, rows.weight, first + j);
+      for (int j = 0; j < kShares; ++j) {
+        const float weight = __shfl_sync(~0u, rows.weight, first + j / kColumns);
         shares[j].complete();
-        if (!exists || first + j >= rows.count) continue;
+        if (!exists(j)) continue;
         shares[j].clear(from[j]);
-        if (rows.added >> (first + j) & 1) shares[j].add_to(sum, weight);
+        if (rows.added >> (first + j / kColumns) & 1) shares[j].add_to(sum[j % kColumns], weight);
       }
     }
-    if (exists) Share::store(out, i, sum);
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      if (i + c * step < Share::kPerRow) Share::store(out, i + c * step, sum[c]);
+    }
   }
   return kMasksOnTimeout || __all_sync(~0u, ok);
 }

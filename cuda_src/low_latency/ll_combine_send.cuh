@@ -103,6 +103,46 @@ __device__ __forceinline__ void reduce(int first, int stride, int end, u32 which
   }
 }
 
+// Like `reduce`, but for at most kRows rows, and one column at a time. As soon as a thread has added a vector, it starts to load the same
+// row's vector of its next column. So it has loads in flight while it computes and writes.
+template <int kRows, class From, class Write>
+__device__ __forceinline__ void reduce_in_flight(int first, int stride, int end, u32 which, float weight, From from, Write write) {
+  if (first - lane_idx() >= end) return;
+  const int count = __popc(which);
+  u64 rows[kRows];
+  float w[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r, which &= which - 1) {
+    const int i = which ? __ffs(which) - 1 : 0;
+    rows[r] = reinterpret_cast<u64>(from(i)), w[r] = __shfl_sync(~0u, weight, i);
+  }
+  Vec16 held[kRows];
+  // Lanes without a column load the last one.
+  auto load = [&](int r, int column) { held[r] = ld_streaming(at<const Vec16>(rows[r], static_cast<u32>(min(column, end - 1)) * 16u)); };
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (r >= count) break;
+    load(r, first);
+  }
+  for (; first - lane_idx() + stride < end; first += stride) {
+    float sum[8] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= count) break;
+      add_scaled_to<kBfloat16>(sum, held[r], w[r]);
+      load(r, first + stride);
+    }
+    write(first, rounded<kBfloat16>(sum));
+  }
+  float sum[8] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (r >= count) break;
+    add_scaled_to<kBfloat16>(sum, held[r], w[r]);
+  }
+  if (first < end) write(first, rounded<kBfloat16>(sum));
+}
+
 // Like `reduce`, but a thread computes kVecs neighbouring vectors, write(i, vectors) gets all of them, and every thread has a column.
 template <int kVecs, int kRows, class From, class Write>
 __device__ __forceinline__ void reduce_shares(int first, int stride, int end, u32 which, float weight, From from, Write write) {
@@ -165,6 +205,12 @@ struct Entry {
   __device__ __forceinline__ void reduce(const Params& p, int first, int stride, int end, Write write) const {
     auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
     ::reduce<kVecsPerThread, kRows>(first, stride, end, __ballot_sync(~0u, row >= 0), weight, from, write);
+  }
+
+  template <int kRows, class Write>
+  __device__ __forceinline__ void reduce_in_flight(const Params& p, int first, int stride, int end, Write write) const {
+    auto from = [&](int k) { return at<const Vec16>(p.y, 0) + static_cast<u64>(__shfl_sync(~0u, row, k)) * kRowVecs; };
+    ::reduce_in_flight<kRows>(first, stride, end, __ballot_sync(~0u, row >= 0), weight, from, write);
   }
 
   template <int kVecs, int kRows, class Write>

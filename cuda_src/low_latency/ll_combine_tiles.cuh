@@ -28,6 +28,7 @@ __device__ inline void send_tiles(const Params& p, const Call& call, int item, i
 // `Form`: of the rows on the way.
 template <class Form>
 __device__ __forceinline__ void combine_tiles(const Params& p) {
+  prefetch_tables(p);
   overlap_kernels();
   combine<true, Form>(p, WarpGroup(0), kTilesPerRow, [&](const Call& call, int item, int num_items, int num_entries) {
     send_tiles<Form>(p, call, item, num_items, num_entries);

@@ -55,6 +55,9 @@ struct ConvertedOutgoing {
 struct ConvertedRows {
   using Outgoing = ConvertedOutgoing;
 
+  // Bytes of a row of x.
+  __device__ __forceinline__ static u32 given_bytes(const Params&) { return kHidden * 2; }
+
   // Bytes of a row with its scales.
   __device__ __forceinline__ static u32 row_bytes(const Params& p) { return p.use_fp8 ? kHidden + kScalesPerRow * 4 : kHidden * 2; }
 

@@ -125,6 +125,7 @@ __device__ inline bool receive_token(const ReceiveContext& r, int source, int to
   load_head();
   row.start();
   int rows_before = 0;  // of this source
+#pragma unroll 1        // of 1024 tokens, a lane has at most one word
   for (int w = lane; w <= token / 32; w += 32) rows_before += __popc(w == token / 32 ? arrival_bitmap[w] & (bit - 1) : arrival_bitmap[w]);
   LlEntry* entry = at<LlEntry>(p.handle, kLlHandleEntries) + r.shared.sources.rows_before[source] + __reduce_add_sync(~0u, rows_before);
   late |= !has_head();

@@ -137,6 +137,7 @@ struct OpaqueRows {
   using Outgoing = OpaqueOutgoing;
 
   // Bytes of a row with its scales.
+  __device__ __forceinline__ static u32 given_bytes(const Params& p) { return p.row_bytes; }
   __device__ __forceinline__ static u32 row_bytes(const Params& p) { return p.row_bytes + p.scale_bytes; }
 
   // Bytes of a message after its head.

@@ -50,6 +50,14 @@ __device__ __forceinline__ Vec16 avoid_sentinel(Vec16 v) {
 // Index of a rank's part in the ring slot of an epoch.
 __device__ __forceinline__ u64 ring_slot(u32 epoch, int rank) { return static_cast<u64>(epoch % kRingDepth) * kNumRanks + rank; }
 
+// Called by one thread of each block before the kernel awaits its predecessor. Prefetches what acquire_credits reads. So the first accesses
+// to the members of Params, and the first translations of addresses, are over too when the predecessor ends.
+__device__ __forceinline__ void prefetch_numbers(const Params& p, const LlProgress* progress, u64 acks) {
+  prefetch(reinterpret_cast<u64>(progress));
+  prefetch(p.peers[p.rank] + acks);
+  prefetch(p.state);
+}
+
 // The word in which another rank acknowledges to this rank that it has received a call. A network may deliver words in any order. So each
 // ring slot has a word for a scale-out rank. That rank never sends it two of them at once: its next call in this ring slot comes after this
 // rank has seen the word.

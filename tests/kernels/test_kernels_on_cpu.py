@@ -121,6 +121,15 @@ def test_many_tokens(seed):
         assert "ll_combine_large" in machine.launched
 
 
+@pytest.mark.parametrize("seed", seeds(3))
+def test_long_low_latency_rows(seed):
+    """Threads have several columns of a row, and some lanes lack the last one. Few and many tokens."""
+    with Machine(2, seed, num_sms=(None, 1)[seed % 2], weak_memory=seed == 1) as machine:
+        sizes = dict(num_max_tokens_per_rank=(4, 4, 8)[seed], hidden=1152, num_topk=4, num_experts=8, low_latency_sms=1)
+        low_latency_rounds(machine, machine.buffers(**{**LOW_LATENCY, **sizes}), seed, 3)
+        assert "ll_combine_large" in machine.launched if seed == 2 else "ll_combine" in machine.launched
+
+
 @pytest.mark.parametrize("seed", seeds(4))
 def test_compressed_low_latency_rows(seed):
     """In both kernels, and with hooks."""

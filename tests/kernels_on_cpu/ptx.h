@@ -49,6 +49,11 @@ inline void ld_relaxed_sys_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const v
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 inline void ld_global_L1__no_allocate_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 
+inline void ld_relaxed_sys_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p, u32 wanted) {
+  if (wanted) load4(a, b, c, d, p);
+}
+inline void prefetch_global_L2(u64) {}
+
 inline void st_release_cta_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
 inline void st_release_cta_u64(void* p, u64 v) { store(p, v, Order::kRelease); }
 inline void st_release_gpu_global_u32(void* p, u32 v) { store(p, v, Order::kRelease); }

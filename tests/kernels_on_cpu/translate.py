@@ -70,7 +70,7 @@ def _call(asm: str) -> str:
     template = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', parts[1])).replace("\\n", "\n")
     operands = _operands(asm[parts.end() :])
     lines = [line.strip() for line in re.split(r"[;\n]", re.sub(r"^\{|\}$", "", template.strip())) if line.strip()]
-    main = next(line for line in lines if not line.startswith(_SETUP))
+    main = next(line for line in lines if not line.startswith(_SETUP)).removeprefix("@p ")
     words = [main.split()[0], *re.findall(r"%%(\w+)", main)]
     return f"ptx::{re.sub(r'[^0-9A-Za-z]', '_', '_'.join(words))}({', '.join(operands)})"
 
