@@ -453,7 +453,7 @@ class Buffer(SharedByCopies):
                 options += scales_layout, use_fp8, round_scale, use_ue8m0, signals, async_finish, previous_event, stream
                 if (known := forms.repeat(options, (x, x_scales), handle)) is not None:
                     return known
-            call = begin_call(backend, x, async_finish or signals, previous_event, stream)
+            call = begin_call(backend, x, flag(signals, "signals") or async_finish, previous_event, stream)
             inputs = dispatch_inputs(
                 self._info,
                 call.stream,

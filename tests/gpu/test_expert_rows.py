@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from gpu_buffers import captured, cpu, make, poison, replays, rounds, routing, rows, same, some, tokens  # noqa: E402
 
 from deepep_rt import EPTimeoutError  # noqa: E402
+from deepep_rt.torch import grouped_product  # noqa: E402
 
 NAMES = (
     "recv_topk_weights",
@@ -162,6 +163,81 @@ def test_lost_rank_gives_nan(comm):
         torch.cuda.synchronize()
         assert recv_x[:arrived].isnan().all()
         assert sums.isnan().all()
+        with pytest.raises(EPTimeoutError):
+            gpu.check()
+    gpu.destroy()
+    comm.Barrier()
+
+
+def weights_of(comm, gpu, columns=256):
+    """Make a matrix for each local expert."""
+    random = torch.Generator("cuda").manual_seed(comm.Get_rank())
+    shape = gpu.config.num_local_experts, columns, gpu.config.hidden
+    return (torch.randn(shape, generator=random, device="cuda") * gpu.config.hidden**-0.5).bfloat16().transpose(1, 2)
+
+
+def test_a_consumer_of_tiles(comm):
+    """Products that wait for their tiles, in 1000 rounds. In some rounds the GPU of a rank is late, or a routing is repeated."""
+    with make(comm, hidden=1024, num_max_tokens_per_rank=256, num_sms=16) as gpu:
+        matrices, options = weights_of(comm, gpu), dict(layout="expert", zero_padding=True)
+        for i in rounds(comm, 1000, every=20, cycles=2e6):
+            x, idx, weights = tokens(comm, gpu, i, some(comm, i, 256))
+            options["expert_alignment"] = (64, 128)[i % 2]
+            sent = gpu.dispatch(x, idx, weights, **options, signals=True)
+            got = grouped_product(sent, matrices)
+            plain = gpu.dispatch(x, idx, weights, **options)
+            if i % 3 == 0:
+                again = gpu.dispatch(-x, handle=sent.handle, zero_padding=True, signals=True)
+                same(grouped_product(again, matrices), -got)
+            same(got, grouped_product(plain, matrices))
+            if i % 50 == 0:
+                sent.event.wait()
+                same_rows(sent, plain, with_padding=True)
+                assert (sent.tile_ready == sent.signal).all()
+
+
+def test_a_consumer_of_tiles_in_a_graph(comm):
+    """Each replay waits for the tiles of its own rows."""
+    with make(comm, hidden=1024, num_max_tokens_per_rank=256, num_sms=16) as gpu:
+        matrices, (x, idx, weights) = weights_of(comm, gpu), tokens(comm, gpu, 0, 200)
+        options = dict(layout="expert", expert_alignment=64, zero_padding=True)
+        worst = 64 * (gpu.config.num_local_experts + 200 * comm.Get_size() * 8 // 64)
+
+        def step():
+            sent = gpu.dispatch(x, idx, weights, **options, num_worst_tokens=worst, signals=True)
+            y = grouped_product(sent, matrices)
+            return sent, y, gpu.combine(y[:, :256].repeat(1, 4).contiguous(), sent.handle).x
+
+        graph, (sent, y, sums) = captured(comm, step, warm_up=True)
+        for seed in range(1, 30):
+            for target, source in zip((x, idx, weights), tokens(comm, gpu, seed, 200), strict=True):
+                target.copy_(source)
+            graph.replay()
+            plain = gpu.dispatch(x, idx, weights, **options)
+            wanted = grouped_product(plain, matrices)
+            kept = slice(0, len(wanted))
+            same(sent.recv_x[kept], plain.recv_x)
+            same(y[kept], wanted)
+            same(sums, gpu.combine(wanted.repeat(1, 4), plain.handle).x)
+
+
+def test_tiles_of_a_lost_rank(comm):
+    """The last rank makes no call. All tiles become ready, with NaN, so that no consumer waits for ever."""
+    if comm.Get_size() == 1:
+        return
+    gpu = make(comm, hidden=1024, timeout_s=2.0, num_sms=16)
+    matrices, (x, idx, weights) = weights_of(comm, gpu), tokens(comm, gpu, 1, 64)
+    options = dict(layout="expert", expert_alignment=64, signals=True)
+    known = gpu.dispatch(x, idx, weights, **options)
+    assert not grouped_product(known, matrices)[known.recv_expert_idx >= 0].isnan().any()
+    torch.cuda.synchronize()
+    comm.Barrier()
+    if comm.Get_rank() != comm.Get_size() - 1:
+        sent = gpu.dispatch(x, handle=known.handle, signals=True)
+        y = grouped_product(sent, matrices)
+        torch.cuda.synchronize()
+        assert y.isnan().all()
+        assert (sent.tile_ready == sent.signal).all()
         with pytest.raises(EPTimeoutError):
             gpu.check()
     gpu.destroy()

@@ -33,7 +33,7 @@ def on_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "check", [check for name in ("torch_autograd", "torch_ties", "torch_compiled") for check in _checks(name)]
+    "check", [check for name in ("torch_autograd", "torch_ties", "torch_compiled", "torch_grouped") for check in _checks(name)]
 )
 def test_check(check, comm):
     """Gradients, backward passes of all ranks, and compiled functions."""

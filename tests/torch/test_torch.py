@@ -121,8 +121,9 @@ def test_tensors_without_rows() -> None:
 def test_gradients_and_groups(num_ranks: int, ranks_per_node: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both programs run in one job, because importing PyTorch takes longer than most of the checks."""
     monkeypatch.setenv("DEEPEP_RT_RANKS_PER_NODE", ranks_per_node)
-    output = run_checks(num_ranks, "torch_autograd", "torch_groups")
+    output = run_checks(num_ranks, "torch_autograd", "torch_grouped", "torch_groups")
     assert "check_a_layer" in output
+    assert "check_experts_of_bfloat16_rows" in output
     assert "check_subgroups" in output
 
 
