@@ -285,8 +285,24 @@ __device__ inline void fill_rows(const Params& p, i64 begin, i64 end, u32 word) 
   for (i64 i = begin * vecs + lane_idx(); i < end * vecs; i += 32) st_vec(at<Vec16>(p.out_x, 0) + i, vec);
 }
 
+// Zeros in shared memory, from which bulk copies fill rows. A warp has many of them in flight, and its own stores would wait for memory.
+constexpr int kZeroBytes = 4096;
+
+__device__ inline void fill_with_zeros(const Params& p, i64 begin, i64 end, const char* zeros) {
+  if constexpr (kHasTma) {
+    for (i64 row = begin + lane_idx(); row < end; row += 32) {
+      for (int first = 0; first < p.row_bytes; first += kZeroBytes)
+        bulk_store(at<char>(p.out_x, row * p.row_bytes + first), zeros, min(kZeroBytes, p.row_bytes - first));
+    }
+    bulk_commit();
+    bulk_wait_written<0>();
+  } else {
+    fill_rows(p, begin, end, 0);
+  }
+}
+
 // Fills the padding of the tiles of an expert; of all rows past the last expert, if `expert` is the number of experts. One warp calls it.
-__device__ inline void finish_tiles(const Params& p, int expert) {
+__device__ inline void finish_tiles(const Params& p, int expert, const char* zeros) {
   const i32* offsets = at<const i32>(p.offsets, 0);
   const bool is_tail = expert == kNumLocalExperts;
   const int begin = offsets[expert], end = is_tail ? p.num_rows : offsets[expert + 1];
@@ -296,7 +312,7 @@ __device__ inline void finish_tiles(const Params& p, int expert) {
     if (filled < 0) {
       fill_rows(p, first, last, kNan);
     } else if (p.zero_padding) {
-      fill_rows(p, max(first, filled), last, 0);
+      fill_with_zeros(p, max(first, filled), last, zeros);
     }
     __syncwarp();  // lane 0 releases what all lanes wrote
     if (lane_idx() == 0) count_down(p, first / p.tile_rows);
@@ -326,11 +342,16 @@ extern "C" __global__ void __launch_bounds__(kTilesThreads, 1) expand_tiles(cons
   __shared__ Routes routes;
   __shared__ Sent sent[kTilesCopyWarps];
   __shared__ u64 barriers[kTilesCopyWarps * kTilesStages];
+  __shared__ Vec16 zeros[(kZeroBytes + 128) / sizeof(Vec16)];
   await_predecessor();
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx();
   const u32 epoch = state->dispatch_epoch;  // of the dispatch before
   if (threadIdx.x < kTilesCopyWarps) sent[threadIdx.x].written = sent[threadIdx.x].signalled = sent[threadIdx.x].done = 0;
+  if (kHasTma && p.zero_padding) {
+    for (int i = threadIdx.x; i < (kZeroBytes + 128) / 16; i += kTilesThreads) zeros[i] = {};
+    fence_bulk_copies_of_shared();
+  }
   if (warp == 0) read_routes(p, epoch, routes);
   __syncthreads();
 
@@ -354,7 +375,8 @@ extern "C" __global__ void __launch_bounds__(kTilesThreads, 1) expand_tiles(cons
       }
     } else {
       const int worker = (blockIdx.x - p.num_sending) * kPaddingWarps + warp - kTilesCopyWarps;
-      for (int e = worker; e <= kNumLocalExperts; e += (gridDim.x - p.num_sending) * kPaddingWarps) finish_tiles(p, e);
+      for (int e = worker; e <= kNumLocalExperts; e += (gridDim.x - p.num_sending) * kPaddingWarps)
+        finish_tiles(p, e, first_line(reinterpret_cast<char*>(zeros)));
     }
   }
   __syncthreads();

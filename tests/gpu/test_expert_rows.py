@@ -188,7 +188,8 @@ def test_a_consumer_of_tiles(comm):
             plain = gpu.dispatch(x, idx, weights, **options)
             if i % 3 == 0:
                 again = gpu.dispatch(-x, handle=sent.handle, zero_padding=True, signals=True)
-                same(grouped_product(again, matrices), -got)
+                negative = gpu.dispatch(-x, handle=plain.handle, zero_padding=True)
+                same(grouped_product(again, matrices), grouped_product(negative, matrices))
             same(got, grouped_product(plain, matrices))
             if i % 50 == 0:
                 sent.event.wait()
