@@ -183,20 +183,15 @@ struct PlainShare {
   }
 };
 
-// Computes one warp's part of a token. False: the wait timed out.
-template <class Share>
-__device__ inline bool receive_token(const Params& p, const Call& call, const WarpGroup& group, int token, const Choice& choice) {
-  constexpr int kMostRows = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;  // with p.reduce_early
-  constexpr int kAtOnce = kMostRows < Share::kMaxAtOnce ? kMostRows : Share::kMaxAtOnce;
-  bool ok;
-  Rows rows(p, call, token, choice, group.thread(group.block()) < 32, ok);
-  if (!ok && !kMasksOnTimeout) return false;
-  if constexpr (kMasksOnTimeout) drop_incomplete_rows(p, call.received, group, rows);
-  if (group.thread(group.block()) == 0) count_received(p, rows.count, kSentRowBytes);
-  // A second column at once saves a round trip to memory. More rows leave no registers for it, and neither do masks.
-  constexpr int kColumns = !kMasksOnTimeout && kAtOnce <= 2 ? Share::kMaxColumns : 1, kShares = kAtOnce * kColumns;
+// Computes one warp's part of a token, in kColumns columns of each thread at once. False: the wait timed out. `all_poll`: every thread that
+// misses a share polls it, instead of one thread of the warp.
+template <class Share, int kAtOnce, int kColumns>
+__device__ __forceinline__ bool receive_columns(const Params& p, const Call& call, const WarpGroup& group, int token, const Rows& rows,
+                                                bool all_poll) {
+  constexpr int kShares = kAtOnce * kColumns;
   Vec16* out = at<Vec16>(p.out, 0) + static_cast<u64>(token) * kRowVecs;
   const int step = group.num_threads();
+  bool ok = true;
   for (int i = group.thread(group.block()); i - lane_idx() < Share::kPerRow; i += kColumns * step) {
     float sum[kColumns][Share::kChannels] = {};
     for (int first = 0; first < rows.count; first += kAtOnce) {
@@ -204,41 +199,45 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Wa
       auto exists = [&](int j) { return i + j % kColumns * step < Share::kPerRow && first + j / kColumns < rows.count; };
       typename Share::Place from[kShares];
       Share shares[kShares];
+      float weights[kAtOnce];
       u32 left = 0;  // shares that this thread misses
 #pragma unroll
       for (int j = 0; j < kShares; ++j) {
         from[j] = Share::place(__shfl_sync(~0u, rows.row, first + j / kColumns), i + j % kColumns * step);
         left |= (exists(j) ? 1u : 0) << j;
       }
-      // Loads all missing shares together, so that a round trip to memory serves all of them. From the second miss on, one thread first
-      // polls one of them, because polling is cheap. It is the last thread that misses this share.
-      for (u32 round = 0;; ++round) {
 #pragma unroll
-        for (int j = 0; j < kShares; ++j) shares[j].load(left >> j & 1, from[j]);
+      for (int j = 0; j < kAtOnce; ++j) weights[j] = __shfl_sync(~0u, rows.weight, first + j);
+      // Loads shares together, so that a round trip to memory serves all of them. Their registers keep what a poll finds.
+      auto load = [&](u32 which) {
+#pragma unroll
+        for (int j = 0; j < kShares; ++j) shares[j].load(which >> j & 1, from[j]);
 #pragma unroll
         for (int j = 0; j < kShares; ++j) left &= ~((shares[j].has_arrived() ? 1u : 0) << j);
-        if (!__any_sync(~0u, left) || !ok) break;
-        if (round > 0) {
-          const u32 late = __ffs(__reduce_or_sync(~0u, left)) - 1;
+      };
+      load(left);
+      for (u32 round = 0; __any_sync(~0u, left) && ok; ++round) {
+        if (all_poll || round > 0) {
+          const u32 late = __ffs(__reduce_or_sync(~0u, left)) - 1, late_row = ((1u << kColumns) - 1) << late / kColumns * kColumns;
           const int sender = __shfl_sync(~0u, rows.sender, first + late / kColumns);
-          const auto place = Share::place(__shfl_sync(~0u, rows.row, first + late / kColumns), i + late % kColumns * step);
-          if (lane_idx() == 31 - __clz(__ballot_sync(~0u, left >> late & 1))) {
+          if (all_poll ? left & late_row : lane_idx() == 31 - __clz(__ballot_sync(~0u, left & late_row))) {
+            u32 polled = ~0u;  // with many rows, first all missing shares, and then only those of the late row
             ok &= wait_until(p, call.received, kPhaseLlCombineRows, sender, [&](u32&) {
-              Share now;
-              now.load(true, place);
-              return now.has_arrived();
+              load(left & polled);
+              if constexpr (kShares > 4) polled = late_row;
+              return !(left & late_row);
             });
           }
           ok = __all_sync(~0u, ok);
         }
+        if (!all_poll) load(left);
       }
 #pragma unroll
       for (int j = 0; j < kShares; ++j) {
-        const float weight = __shfl_sync(~0u, rows.weight, first + j / kColumns);
         shares[j].complete();
         if (!exists(j)) continue;
         shares[j].clear(from[j]);
-        if (rows.added >> (first + j / kColumns) & 1) shares[j].add_to(sum[j % kColumns], weight);
+        if (rows.added >> (first + j / kColumns) & 1) shares[j].add_to(sum[j % kColumns], weights[j / kColumns]);
       }
     }
 #pragma unroll
@@ -247,4 +246,22 @@ __device__ inline bool receive_token(const Params& p, const Call& call, const Wa
     }
   }
   return kMasksOnTimeout || __all_sync(~0u, ok);
+}
+
+// Computes one warp's part of a token. False: the wait timed out.
+template <class Share>
+__device__ inline bool receive_token(const Params& p, const Call& call, const WarpGroup& group, int token, const Choice& choice) {
+  constexpr int kMostRows = kNumRanks < kNumTopk ? kNumRanks : kNumTopk;  // with p.reduce_early
+  constexpr int kAtOnce = kMostRows < Share::kMaxAtOnce ? kMostRows : Share::kMaxAtOnce;
+  // A second column at once saves a round trip to memory. More rows leave no registers for it, and neither do masks.
+  constexpr int kColumns = !kMasksOnTimeout && kAtOnce <= 2 ? Share::kMaxColumns : 1;
+  bool ok;
+  Rows rows(p, call, token, choice, group.thread(group.block()) < 32, ok);
+  if (!ok && !kMasksOnTimeout) return false;
+  if constexpr (kMasksOnTimeout) drop_incomplete_rows(p, call.received, group, rows);
+  if (group.thread(group.block()) == 0) count_received(p, rows.count, kSentRowBytes);
+  // With few tokens, a thread has one column, and what it polls is what it needs. With many, polls by all threads would delay other warps.
+  const bool all_poll = group.num_threads() >= Share::kPerRow;
+  if (kColumns == 1 || all_poll) return receive_columns<Share, kAtOnce, 1>(p, call, group, token, rows, all_poll);
+  return receive_columns<Share, kAtOnce, kColumns>(p, call, group, token, rows, false);
 }
