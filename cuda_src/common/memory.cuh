@@ -198,12 +198,6 @@ __device__ __forceinline__ Vec16 ld_streaming(const Vec16* p) {
   return v;
 }
 
-__device__ __forceinline__ u64 ld_streaming(const u64* p) {
-  u64 v;
-  asm volatile("ld.global.L1::no_allocate.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ Vec16 ld_vec(const Vec16* p) {
   Vec16 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

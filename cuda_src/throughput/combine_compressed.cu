@@ -4,13 +4,12 @@
 // With TMA, a copy warp has memory for one row as it lies in y, in parts, and two stages for compressed chunks. Bulk loads fill a part
 // while the warp converts other parts, and a bulk store empties a stage while the warp fills the other one. Without TMA, a copy warp reads
 // y and writes to the peer itself. Reduce warps convert back and add up in float32. Rows of the own rank are converted too, so that the
-// result does not depend on the rank of an expert. fp8_rows.cuh has the conversions and sums of FP8.
+// result does not depend on the rank of an expert.
 //
 // Bytes: each row is read once, crosses the link once with kSentRowBytes, and is read once from staging. Each token is written once. The
 // conversions take most of the time where few SMs work.
 #include "common/compressed.cuh"
 #include "throughput/combine.cuh"
-#include "throughput/fp8_rows.cuh"
 
 constexpr int kVecsPerLane = kLaneChannels / kPerVec<kElement>;
 constexpr int kPasses = (kHidden + kPassChannels - 1) / kPassChannels;
@@ -29,7 +28,6 @@ static_assert(kHidden % 128 == 0);
 
 // Called by a warp: converts passes [first, first + kPartPasses) of a row. `part`: their channels.
 __device__ __forceinline__ void compress_part(const char* part, int first, char* to) {
-  if constexpr (!kIsLog10) return convert_part<kPartPasses>(part, first, to);
   const int lane = lane_idx();
   auto exists = [&](int pass) {
     return kHidden % kPassChannels == 0 ? pass < kPasses : pass * kPassChannels + lane * kLaneChannels < kHidden;
@@ -160,18 +158,23 @@ __device__ inline void copy_rows_by_warp(const Params& p, const Routes& routes, 
   }
 }
 
-// Channels of a lane in a pass of some rows, of a token's kBound rows. They are logarithms.
+// Channels of a lane in some passes of some rows, of a token's kBound rows.
 template <int kBound>
 struct Batch {
-  static constexpr int kMost = 3, kRanks = kBound < kMost ? kBound : kMost;
+  static constexpr int kMost = kIsLog10 ? 3 : 4, kRanks = kBound < kMost ? kBound : kMost;
+  static constexpr int kAtOnce = kRanks < 3 && !kIsLog10 ? 2 : 1;  // passes
   static constexpr int kPerPass = (kBound + kRanks - 1) / kRanks;  // batches with the ranks of a pass
-  Compressed held[kRanks];
+  Compressed held[kAtOnce][kRanks];
 
   __device__ __forceinline__ void load(const u64 (&rows)[kBound], int first_rank, int channel) {
 #pragma unroll
-    for (int r = 0; r < kRanks; ++r) {
-      if (first_rank + r < kBound && rows[first_rank + r] && channel < kHidden) {
-        held[r] = load_compressed(at<const char>(rows[first_rank + r], 0), channel);
+    for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+      for (int r = 0; r < kRanks; ++r) {
+        const int at_channel = channel + i * kPassChannels;
+        if (first_rank + r < kBound && rows[first_rank + r] && at_channel < kHidden) {
+          held[i][r] = load_compressed(at<const char>(rows[first_rank + r], 0), at_channel);
+        }
       }
     }
   }
@@ -193,31 +196,36 @@ __device__ __forceinline__ void write_channels(const Params& p, int token, int c
   }
 }
 
-// The loop over logarithms waits for memory, so each lane loads a batch while it adds up the one before. Without copy blocks, a share is a
-// whole token.
+// This loop waits for memory, so each lane loads a batch while it adds up the one before. Without copy blocks, a share is a whole token.
 template <bool kHasBias, int kBound>
 __device__ __forceinline__ void reduce_share(const Params& p, const u64 (&rows)[kBound], const Share& share) {
-  if constexpr (!kIsLog10) return add_up_fp8_rows<kHasBias>(p, rows, share.token);
   using Batch = Batch<kBound>;
+  constexpr int kStep = Batch::kAtOnce * kPassChannels;
   const int first = lane_idx() * kLaneChannels;
   Batch batch;
   batch.load(rows, 0, first);
 #pragma unroll 2
-  for (int channel = first; channel < kHidden; channel += kPassChannels) {
-    float sum[kLaneChannels] = {};
+  for (int channel = first; channel < kHidden; channel += kStep) {
+    float sum[Batch::kAtOnce][kLaneChannels] = {};
 #pragma unroll
     for (int b = 0; b < Batch::kPerPass; ++b) {
       const bool is_last = b == Batch::kPerPass - 1;
       Batch next;
-      next.load(rows, is_last ? 0 : (b + 1) * Batch::kRanks, is_last ? channel + kPassChannels : channel);
+      next.load(rows, is_last ? 0 : (b + 1) * Batch::kRanks, is_last ? channel + kStep : channel);
 #pragma unroll
-      for (int r = 0; r < Batch::kRanks; ++r) {
-        const int rank = b * Batch::kRanks + r;
-        if (rank < kBound && rows[rank]) add_to(sum, batch.held[r]);
+      for (int i = 0; i < Batch::kAtOnce; ++i) {
+#pragma unroll
+        for (int r = 0; r < Batch::kRanks; ++r) {
+          const int rank = b * Batch::kRanks + r;
+          if (rank < kBound && rows[rank]) add_to(sum[i], batch.held[i][r]);
+        }
       }
       batch = next;
     }
-    write_channels<kHasBias>(p, share.token, channel, sum);
+#pragma unroll
+    for (int i = 0; i < Batch::kAtOnce; ++i) {
+      if (channel + i * kPassChannels < kHidden) write_channels<kHasBias>(p, share.token, channel + i * kPassChannels, sum[i]);
+    }
   }
 }
 

@@ -44,7 +44,7 @@ PROMISES: dict[str, Promise] = {
     "route": Promise(narrow_if_slots=True),
     "dispatch": Promise(bulk_copies=True),
     "combine": Promise(bulk_copies=True, loads_at_once=12),
-    "combine_fp8": Promise(bulk_copies=True, stores_rows=True),  # its lanes load 8 bytes of a row, which become 16 of the sum
+    "combine_fp8": Promise(bulk_copies=True, loads_at_once=4),
     "combine_log10": Promise(bulk_copies=True, loads_at_once=3),
     "combine_choices": Promise(bulk_copies=True, loads_at_once=8),
     "route_nodes": Promise(),

@@ -21,7 +21,6 @@ import oracle
 from oracle import RankInputs
 
 from deepep_rt import Buffer
-from deepep_rt.arrays.dtypes import FP8_GROUP
 from deepep_rt.config import Config
 
 OVERWRITTEN = {
@@ -468,20 +467,13 @@ _ORDERED = (1.0, 1e8, -1e8, 3.0, 1e-3, 2e8, -2e8, 7.0)
 
 
 def _values(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Draw float32: "normal", "integers", "ordered" (sums depend on the order of terms), "ties" (of bfloat16, and special numbers),
-    "odd" (also zeros with a sign, subnormal numbers and infinities), or "groups" (of all magnitudes, with zeros, infinities and NaN).
+    """Draw float32: "normal", "integers", "ordered" (sums depend on the order of terms), "ties" (of bfloat16, and special numbers), or
+    "odd" (also zeros with a sign, subnormal numbers and infinities).
     """
     if kind == "integers":
         return rng.integers(-8, 9, shape).astype(np.float32)
     if kind == "odd":
         factors = rng.choice([1, 1, 1, 1, -0.0, 1e-39, 1e-6, np.inf], shape, p=[0.15] * 6 + [0.09, 0.01])
         return (rng.standard_normal(shape) * factors).astype(np.float32)
-    if kind == "groups":
-        with np.errstate(over="ignore"):
-            sizes = np.exp2(rng.integers(-130, 129, (shape[0], -(-shape[1] // FP8_GROUP)))).astype(np.float32)
-            rows = rng.standard_normal(shape, np.float32) * np.repeat(sizes, FP8_GROUP, 1)[:, : shape[1]]
-        rows[rng.random(shape) < 0.1] = -0.0
-        rows[rng.random(shape) < 0.001] = np.nan
-        return rows * np.exp2(-rng.integers(0, 16, shape)).astype(np.float32)  # small channels of a group have fewer steps
     listed = {"ordered": _ORDERED, "ties": _TIES}.get(kind)
     return rng.standard_normal(shape, np.float32) if listed is None else rng.choice(np.array(listed, np.float32), shape)

@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scenario_table import FORMATS, OPAQUE, TABLE
-from scenarios import Sum
 
 from deepep_rt import EPTimeoutError
 from deepep_rt.backends.cuda import expert_rows
@@ -348,15 +347,6 @@ def test_compressed_rows(seed):
 def test_long_compressed_rows(seed):
     with Machine(2, seed, weak_memory=seed == 1) as machine:
         long_compressed_rounds(machine, machine.buffers(**{**LONG_COMPRESSED, "num_experts": 4}), seed, 2)
-
-
-@pytest.mark.parametrize("seed", seeds(2))
-def test_compressed_rows_of_two_ranks(seed):
-    """Numbers of all sizes. Rows are no multiple of what a lane has at once."""
-    with Machine(2, seed) as machine:
-        buffers = machine.buffers(**{**COMPRESSED, "num_experts": 4, "hidden": (1024, 1152)[seed % 2]})
-        sums = [(Sum(weights=True, biases=seed % 2, compress=form, values="groups"),) for form in ("fp8", "log10", "fp8")]
-        run_rounds(machine, [ThroughputRound(machine, buffers, 10 * seed + i, sums=one) for i, one in enumerate(sums)])
 
 
 def without_fp8(machine, buffers, seed, count):

@@ -48,7 +48,6 @@ inline void ld_relaxed_sys_global_f32(float& v, const void* p) { v = load<float>
 inline void ld_relaxed_sys_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
 inline void ld_global_L1__no_allocate_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p) { load4(a, b, c, d, p); }
-inline void ld_global_L1__no_allocate_u64(u64& v, const void* p) { v = load<u64>(p); }
 
 inline void ld_relaxed_sys_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* p, u32 wanted) {
   if (wanted) load4(a, b, c, d, p);
@@ -148,20 +147,11 @@ inline u32 larger_sizes(u32 a, u32 b, u32 infinity) {
 }
 inline void max_NaN_bf16x2(u32& both, u32 a, u32 b) { both = larger_sizes(a, b, 0x7f80); }
 inline void max_NaN_f16x2(u32& both, u32 a, u32 b) { both = larger_sizes(a, b, 0x7c00); }
-// Of the sizes. The sign is that of the product.
-inline void max_NaN_xorsign_abs_bf16x2(u32& both, u32 a, u32 b) {
-  both = larger_sizes(a & 0x7fff7fff, b & 0x7fff7fff, 0x7f80) | (a ^ b) & 0x80008000;
-}
-inline void max_NaN_xorsign_abs_f16x2(u32& both, u32 a, u32 b) {
-  both = larger_sizes(a & 0x7fff7fff, b & 0x7fff7fff, 0x7c00) | (a ^ b) & 0x80008000;
-}
 inline void fma_rn_bf16x2(u32& both, u32 a, u32 b, u32 c) {
   auto one = [](u32 a, u32 b, u32 c) {
     return cpu_gpu::to_bfloat16(cpu_gpu::from_bfloat16(a) * cpu_gpu::from_bfloat16(b) + cpu_gpu::from_bfloat16(c));
   };
   both = one(a >> 16, b >> 16, c >> 16) << 16 | one(a & 0xffff, b & 0xffff, c & 0xffff);
 }
-// Of the lower number of `a` twice, and zeros.
-inline void fma_rn_bf16x2(u32& both, u32 a, u32 b) { fma_rn_bf16x2(both, a << 16 | a & 0xffff, b, 0); }
 
 }  // namespace ptx
