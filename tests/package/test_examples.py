@@ -206,3 +206,10 @@ def test_wrong_traces(tmp_path):
     (tmp_path / "rank0.json").write_text('{"traceEvents": []}')
     with pytest.raises(SystemExit, match="expected the same number of steps on all"):
         program.draw(program.read(tmp_path), tmp_path / "timeline.png")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+def test_experts_as_rows_arrive():
+    line, end = run_example(2, "experts_as_rows_arrive.py")
+    assert line == "host: 2 ranks, 64 tokens each, the same bits with signals and without"
+    assert end == "OK"
