@@ -196,6 +196,7 @@ def test_every_region_has_room_for_what_kernels_index(config: Config) -> None:
         "combine_windows": 2 * ranks * window,
         "dispatch_flags": ranks * 4,
         "combine_flags": ranks * chunks * 4,
+        "arrivals": ranks * tokens * 8,
     }
     assert layout.local.sizes == {
         "state": structs.State.size({}),
