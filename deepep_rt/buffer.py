@@ -242,7 +242,7 @@ class Buffer(SharedByCopies):
         max_ranks: int | None = None,
         rendezvous: Any = None,
     ) -> None:
-        if backend != "host":
+        if isinstance(backend, str) and backend != "host":  # it is checked below
             start.begin_driver()  # it takes longer than what follows
         from .backends.agreement import report_wrong_setting  # agreement and factory load communicators, which import mpi4py
         from .backends.factory import make_backend
@@ -417,8 +417,8 @@ class Buffer(SharedByCopies):
             round_scale: With `use_fp8`, make the scales powers of two.
             use_ue8m0: With `use_fp8`, deliver such scales as their 8-bit exponents.
             signals: With `layout="expert"`, let a kernel read rows before all of them are here. The call runs as with `async_finish=True`.
-                `result.tile_ready` says which tiles of rows are complete, and `result.event` marks the end of the call. The kernel
-                leaves `num_sms` SMs free, or the rows never come. `expert_alignment` is a multiple of 64.
+                `result.tile_ready` says which tiles of rows are complete, and `result.event` marks the end of the call. No array is
+                ready before. The kernel leaves `result.num_sms` SMs free, or the rows never come. `expert_alignment` is a multiple of 64.
             async_finish: Run on the buffer's own stream. `result.event` marks the end of the call.
             previous_event: Start after this event instead of after the caller's current stream (an `Event`, or an array library's).
             stream: Run on this stream (an array library's, or an integer handle) instead of the caller's current one. An external stream

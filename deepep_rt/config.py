@@ -76,12 +76,12 @@ def usual_sms(num_ranks: int, num_nodes: int = 1) -> int:
     return _SMS_OF_ONE_RANK if num_ranks == num_nodes == 1 else USUAL_SMS
 
 
-@functools.lru_cache
 def tile_rows_of(expert_alignment: int) -> int:
     """Return the rows of a tile where the rows of each expert begin at a multiple of `expert_alignment`. 0: there are no tiles."""
     return next((rows for rows in TILE_ROWS if expert_alignment % rows == 0), 0)
 
 
+@functools.lru_cache
 def rows_per_copy(row_bytes: int, copy_bytes: int = STAGE_BYTES) -> int:
     """Return the rows of one bulk copy: the largest power of two up to 32 with at most `copy_bytes` bytes, at least one."""
     rows = 1

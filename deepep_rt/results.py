@@ -154,6 +154,10 @@ class DispatchResult(_Arrays):
     make_views: Callable[[], Views] = field(repr=False)  # internal
     num_sms: int = 0
     """With `signals=True`, the SMs that the call occupies until its end. Kernels that wait for its tiles leave as many free."""
+    words_cleared: Event | None = None
+    """With `signals=True` on one GPU or more: the words of `tile_ready` are 0 after this event. The caller's current stream waits for it.
+    If a kernel on another stream reads the words, that stream waits for it first. None on the host backend.
+    """
 
     @cached_property
     def recv_x(self) -> Any:
@@ -207,7 +211,8 @@ class DispatchResult(_Arrays):
     def tile_ready(self) -> Any:
         """Whether each tile of `handle.tile_rows` rows of `recv_x` is complete, `[tiles]` int32, on the device. Only with `signals=True`.
 
-        A word is 0, and becomes `signal` once all rows of its tile are here. Tiles become ready in about ascending order.
+        A word is 0, and becomes `signal` once all rows of its tile are here. Tiles become ready in about ascending order, but in any order
+        along the routing of a dispatch without signals.
         """
         return self._array("tile_ready")
 

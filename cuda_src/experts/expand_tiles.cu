@@ -1,8 +1,8 @@
 // expand_tiles: sends rows in the order of their experts, copies each row to the rows of its experts as it arrives, and raises a word for
 // each tile of rows that is complete. A consumer on other SMs can then start with a tile while later rows travel.
 //
-// A dispatch before this kernel has sent the small arrays and the first 16 bytes of each row, so all ranks know their windows and
-// positions. expert_positions, expand_rows and prepare_tiles ran behind it.
+// A dispatch before this kernel has sent the small arrays, so all ranks know their windows and positions. Instead of each row it has sent
+// 16 bytes, which hold its place. expert_positions, expand_rows and prepare_tiles ran behind it.
 //
 // Roles of the blocks:
 // - The first num_sending blocks push rows to the other ranks. Copy warps take places of `order` in turn. A signal warp raises a word for
@@ -15,13 +15,14 @@
 // Protocol:
 // 1. arrivals[source][place] = (row, epoch) at the receiver, after the row is written. The epoch is that of the dispatch before. A row that
 //    does not fit has the word kNoRow.
-// 2. tile_left[tile] counts the rows of a tile that are missing, and one more for its padding. After the copies of a row are written, a
-// warp
-//    counts down with acquire and release. The last one releases tile_ready[tile] = 1.
+// 2. tile_left[tile] counts the rows of a tile that are missing, and one more for its padding. A lane counts down with acquire and release
+//    after its copy of a row is written. The last one releases tile_ready[tile] = 1.
 // If a wait times out or ranks differ, all rows become NaN and all tiles ready, so no consumer waits for ever.
 //
 // Reuse of memory: a peer raises words of epoch k + 1 after it has read window k + 1 of this rank, which this rank published after this
-// kernel. The next call overwrites arriving rows for the same reason. The caller's stream has cleared tile_ready before.
+// kernel. The next call overwrites arriving rows for the same reason. The 16 bytes of a slow rank may lie inside of a row of a fast one.
+// They come first: the fast rank sends rows after its dispatch has seen the flag of the slow one, which releases all of its writes. The
+// stream of the call has cleared tile_ready before.
 //
 // Bytes: each row is read once for each other rank and crosses the link once. It is then read once and written for each of its experts.
 #include "common/bulk.cuh"
@@ -249,9 +250,7 @@ __device__ inline void expand_bulk(const Params& p, const Routes& routes, u32 ep
   for_each_arriving_row(p, routes, epoch, [&](u64 from, int mine) {
     const int first = __shfl_sync(~0u, mine, __ffs(__ballot_sync(~0u, mine >= 0)) - 1), stage = turn % kTilesStages;
     char* held = stages + stage * kStageBytes + reinterpret_cast<u64>(expert_row(p, first)) % 128;
-    bulk_wait_read<kTilesStages - 1>();  // each lane waits for its own copies
-    __syncwarp();
-    if (lane == 0) {
+    if (lane == 0) {        // all copies out of this stage are written: each lane has waited for its own
       fence_bulk_copies();  // the copy comes after what await_row has acquired
       barrier_expect(barriers + stage, p.row_bytes);
       bulk_load(held, at<const char>(from, 0), p.row_bytes, barriers + stage);
@@ -264,6 +263,7 @@ __device__ inline void expand_bulk(const Params& p, const Routes& routes, u32 ep
     if (before >= 0) count_down(p, before / p.tile_rows);
     before = mine;
     ++turn;
+    __syncwarp();
   });
   bulk_wait_written<0>();
   if (before >= 0) count_down(p, before / p.tile_rows);

@@ -21,6 +21,7 @@ from ..results import (
     CombineResult,
     DispatchHandle,
     DispatchResult,
+    Event,
     LowLatencyCombineResult,
     LowLatencyDispatchResult,
     LowLatencyHandle,
@@ -229,6 +230,7 @@ class Call:
     framework: Framework | None = None  # the caller's
     capture: Any = None  # the CapturedGraph of the stream, or None
     follows: int | None = None  # another stream, whose work the call waits for
+    words_cleared: Event | None = None  # with signals: the words of the tiles are cleared
 
 
 @dataclass
@@ -260,7 +262,7 @@ class DispatchInputs:
     round_scale: bool = False  # scales are powers of two
     use_ue8m0: bool = False  # and are sent as their exponents
     signals: bool = False  # tell a consumer of each tile of rows by expert that is complete
-    rows: View | None = None  # if x are only the heads of the rows: the rows, which another kernel sends
+    rows: View | None = None  # if x only holds the place of the rows: the rows, which another kernel sends
 
     @property
     def signature(self) -> Signature:

@@ -70,6 +70,7 @@ def _make(
     starting = start.begin_context(local_rank)
     # The CUDA backend loads CUDA's bindings, which machines without a GPU may lack.
     from ..cuda.transport import agree_on_transport
+    from ..jit.launch import drop_read
     from .cuda.backend import CudaBackend
     from .cuda.runtime import read_kernels
 
@@ -79,16 +80,19 @@ def _make(
         config = dataclasses.replace(config, transport=transport.name)
     elif starting is not None:
         read_kernels(config, starting)
-    return CudaBackend(
-        comm,
-        config,
-        serial,
-        local_rank=local_rank,
-        copy_when_full=on_exhausted == "copy",
-        network=network,
-        hosts=hosts,
-        transport=transport,
-    )
+    try:
+        return CudaBackend(
+            comm,
+            config,
+            serial,
+            local_rank=local_rank,
+            copy_when_full=on_exhausted == "copy",
+            network=network,
+            hosts=hosts,
+            transport=transport,
+        )
+    finally:
+        drop_read()
 
 
 def _host_backend(comm: Communicator, config: Config, serial: int, hosts: tuple[str, ...]) -> Backend:

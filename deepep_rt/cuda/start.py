@@ -1,7 +1,7 @@
 """Start CUDA in a thread, while Python does what a first Buffer needs no GPU for: imports, exchanges between ranks, and reading kernels.
 
-The thread changes only when CUDA starts. Whoever needs CUDA waits for the thread, and then makes the calls of the start again. They return
-at once, or they fail as they would without the thread. So nothing here raises.
+The thread changes only when CUDA starts. Callers that need CUDA wait for the thread, and then make the calls of the start again. These
+return at once, or they fail as they would without the thread. So nothing here raises.
 
 The import of the package starts nothing: a program may still fork then, or choose the GPUs that it sees.
 """
@@ -52,5 +52,6 @@ def _begin(step: Callable[[], object]) -> None:
     global _thread
     wait()
     # Python waits for this thread when it exits: the driver would crash if the process ended in the middle of its start.
-    _thread = threading.Thread(target=step, name="deepep_rt's start of CUDA")
-    _thread.start()
+    thread = threading.Thread(target=step, name="deepep_rt's start of CUDA")
+    thread.start()  # it fails if the process may have no more threads
+    _thread = thread

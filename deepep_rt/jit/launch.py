@@ -59,6 +59,11 @@ def read(kernel: Kernel, constants: Constants, arch: str) -> None:
         _read[kernel.name, arch, tuple(constants.items())] = found
 
 
+def drop_read() -> None:
+    """Drop the kernels that `read` has found and nobody has loaded."""
+    _read.clear()
+
+
 def load(kernel: Kernel, constants: Constants, arch: str) -> LoadedKernel:
     """Load a kernel into the current CUDA context, or return the one that was loaded before. `constants` is from `kernel_constants`.
 

@@ -12,8 +12,6 @@ from ..errors import EPInputError
 if TYPE_CHECKING:
     from ..results import DispatchResult
 
-_torch_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # its name before PyTorch 2.10
-
 _FP8 = (torch.float8_e4m3fn,)
 _GROUP = 128
 
@@ -38,14 +36,15 @@ def grouped_product(sent: DispatchResult, weight: torch.Tensor, *, weight_scales
         weight_scales: With FP8, `[num_local_experts, n // 128, hidden // 128]` float32: the scale of each block of 128 by 128.
 
     Returns:
-        `[rows, n]` bfloat16, in the order of `recv_x`. Rows of padding are those of the padding of `recv_x`, or undefined.
+        `[rows, n]` bfloat16, in the order of `recv_x`. Rows of padding are undefined.
 
     Raises:
-        EPInputError: If a shape or dtype does not fit.
+        EPInputError: If a shape or dtype does not fit, or if `weight` requires a gradient: the product makes none.
 
     Example:
         >>> sent = buffer.dispatch(x, topk_idx, topk_weights, layout="expert", expert_alignment=128, signals=True)
-        >>> y = grouped_product(sent, experts)
+        >>> with torch.no_grad():
+        ...     y = grouped_product(sent, experts)
     """
     x = sent.recv_x
     scales = _check(sent, x, weight, weight_scales)
@@ -63,6 +62,8 @@ def grouped_product(sent: DispatchResult, weight: torch.Tensor, *, weight_scales
         sent.event.wait()
         tile_product.launch(num_sms, *arguments, tile_rows=tile_rows, scales=scales)
         return out
+    if sent.words_cleared is not None:  # the call may have been made under another current stream
+        sent.words_cleared.wait()
     here, theirs = torch.cuda.current_stream(), torch.cuda.ExternalStream(cast(Any, sent.event).stream)
     begins = here.record_event()  # behind `ticket`
     options = dict(tile_rows=tile_rows, scales=scales, ready=ready, signal=sent.signal)
@@ -97,13 +98,14 @@ def grouped_mlp(
         `[rows, hidden]` bfloat16, for `Buffer.combine(..., sent.handle)`.
 
     Raises:
-        EPInputError: If a shape or dtype does not fit.
+        EPInputError: If a shape or dtype does not fit, or if a weight requires a gradient: the products make none.
 
     Example:
         >>> sent = buffer.dispatch(x, topk_idx, topk_weights, layout="expert", expert_alignment=128, signals=True)
-        >>> y = grouped_mlp(sent, w1, w2)
+        >>> y = grouped_mlp(sent, w1, w2)  # under torch.no_grad(), if the weights are parameters
         >>> out = buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True).x
     """
+    _check_no_gradient(w2, "w2")
     inner = activation(grouped_product(sent, w1, weight_scales=w1_scales))
     if w2.dim() != 3 or w2.shape[:2] != (w1.shape[0], inner.shape[1]):
         raise EPInputError(
@@ -118,31 +120,53 @@ def _check(
     """Return the scales of rows and weights, if rows are FP8."""
     if sent.handle.layout != "expert":
         raise EPInputError("sent has rows by token; expected layout='expert'. Pass it to the dispatch")
-    if weight.dim() != 3 or weight.shape[1] != x.shape[1] or weight.dtype != x.dtype:
+    if x.dtype not in (torch.bfloat16, *_FP8):
+        raise EPInputError(f"recv_x.dtype={x.dtype}; expected bfloat16, or float8_e4m3fn with scales. Dispatch such rows")
+    experts = sent.expert_offsets.shape[0] - 1
+    if weight.dim() != 3 or weight.shape[:2] != (experts, x.shape[1]) or weight.dtype != x.dtype:
         raise EPInputError(
-            f"weight.shape={list(weight.shape)}, dtype={weight.dtype}; expected [num_local_experts, {x.shape[1]}, n] of {x.dtype}, as "
-            f"recv_x has. Pass such weights"
+            f"weight.shape={list(weight.shape)}, dtype={weight.dtype}; expected [{experts}, {x.shape[1]}, n] of {x.dtype}: a matrix for "
+            f"each local expert. Pass such weights"
         )
+    _check_no_gradient(weight, "weight")
     x_scales = sent.recv_x_scales
     if x.dtype not in _FP8:
         return None
     groups = x.shape[1] // _GROUP
+    if weight.shape[2] % _GROUP:
+        raise EPInputError(
+            f"weight.shape={list(weight.shape)}; expected a multiple of {_GROUP} columns with FP8 rows. Pad the weights"
+        )
     wanted = weight.shape[0], weight.shape[2] // _GROUP, groups
     if x_scales is None or x_scales.shape != (x.shape[0], groups) or x_scales.dtype != torch.float32:
         raise EPInputError(
             "recv_x_scales do not fit; expected float32 scales of 128 channels, in rows. Pass use_fp8=True to the dispatch, or x_scales"
         )
-    if weight_scales is None or weight_scales.shape != wanted or not weight_scales.is_contiguous():
-        given = None if weight_scales is None else list(weight_scales.shape)
+    if (
+        weight_scales is None
+        or weight_scales.shape != wanted
+        or weight_scales.dtype != torch.float32
+        or not weight_scales.is_contiguous()
+    ):
+        given = None if weight_scales is None else f"{list(weight_scales.shape)} {weight_scales.dtype}"
         raise EPInputError(f"weight_scales={given}; expected {list(wanted)} float32. Pass a scale for each block of 128 by 128")
     return x_scales, weight_scales
+
+
+def _check_no_gradient(weight: torch.Tensor, name: str) -> None:
+    if torch.is_grad_enabled() and weight.requires_grad:
+        raise EPInputError(
+            f"{name} requires a gradient; expected weights without one, because this product makes none. Use no_grad()"
+        )
 
 
 def _has_kernel(x: torch.Tensor, weight: torch.Tensor, tile_rows: int) -> bool:
     """Return whether tile_product has a kernel for these shapes."""
     if not (x.is_cuda and tile_rows and x.shape[0] and x.shape[0] % tile_rows == 0):
         return False
-    if x.dtype not in (torch.bfloat16, *_FP8) or x.shape[1] % _GROUP or weight.shape[2] % _GROUP:
+    if x.shape[1] % _GROUP or weight.shape[2] % _GROUP:
+        return False
+    if x.dtype in _FP8 and torch.cuda.get_device_capability(x.device) < (8, 9):
         return False
     try:
         import triton  # noqa: F401
@@ -165,7 +189,8 @@ def _after_the_dispatch(
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert by its matrix. Rows past the last end are undefined."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        return _torch_grouped_mm(x, weight, offs=ends)
+        grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # its name before PyTorch 2.10
+        return grouped_mm(x, weight, offs=ends)
     out = x.new_zeros((x.shape[0], weight.shape[2]))
     begin = 0
     for expert, end in enumerate(ends.tolist()):

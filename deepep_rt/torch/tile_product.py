@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
 COLUMNS = 128
 """Columns of a tile of the result."""
+
+_STAGE_BYTES, _LEAST_SHARED_BYTES = 34 * 1024, 99 * 1024
 
 _DEPTH = {1: 128, 2: 64}  # elements of a step, by the bytes of an element. With FP8, a step has one scale for each row
 
@@ -76,6 +80,13 @@ def _grouped_product(  # type: ignore[no-untyped-def]
         tile = tl.atomic_add(ticket, 1, sem="relaxed")
 
 
+@functools.cache
+def _num_stages(device: Any) -> int:
+    """Return the stages of a loop that fit the shared memory of a block."""
+    found = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _LEAST_SHARED_BYTES)
+    return max(2, min(4, found // _STAGE_BYTES))
+
+
 def launch(
     programs: int,
     x: Any,
@@ -117,5 +128,5 @@ def launch(
         COLUMNS=COLUMNS,
         DEPTH=_DEPTH[x.element_size()],
         num_warps=8,
-        num_stages=4,
+        num_stages=_num_stages(x.device),
     )

@@ -116,8 +116,12 @@ def check_errors(comm: MPI.Intracomm) -> None:
         with raises(EPInputError, "layout='expert'"):
             grouped_product(buffer.dispatch(x, idx), _weights(comm, HIDDEN, INNER))
         sent = buffer.dispatch(x, idx, layout="expert", expert_alignment=64)
-        with raises(EPInputError, "weight.shape", "num_local_experts"):
+        with raises(EPInputError, "weight.shape", "each local expert"):
             grouped_product(sent, _weights(comm, HIDDEN + 16, INNER))
+        with raises(EPInputError, "weight.shape", f"expected [{EACH}, "):
+            grouped_product(sent, _weights(comm, HIDDEN, INNER)[:2])
+        with raises(EPInputError, "weight requires a gradient"):
+            grouped_product(sent, _weights(comm, HIDDEN, INNER).requires_grad_())
         with raises(EPInputError, "w2.shape"):
             grouped_mlp(sent, _weights(comm, HIDDEN, 2 * INNER), _weights(comm, 2 * INNER, HIDDEN))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +35,7 @@ class RowsByExpert:
     by_token: DispatchHandle
     memory: Any  # the owner of the tables
     tables: dict[str, int]  # addresses of positions, offsets, ends, totals and sources: see the kernel expert_positions
-    order: Any = (
-        None  # the owner of the order in which rows leave, if the dispatch that made the handle had signals (prepare_tiles)
-    )
+    order: Any = None  # with signals: the owner of the order in which rows leave (prepare_tiles)
 
 
 class ExpertRows:
@@ -70,23 +69,28 @@ class ExpertRows:
             _, make_views = self._by_token.send_rows(by_token, call, tiles.note_place if tiles else None)
         else:
             handle, make_views = self._send_with_new_routing(inputs, by_token, call, tiles, order)
-        views = make_views()
-        if tiles is not None:
-            assert views["x"] is not None
-            views["x"] = tiles.rows_of(views["x"])
-        routing: RowsByExpert = handle.routing
-        routing.memory.add_stream(stream)
-        parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
-        try:
-            memory = self._memory.allocate(parts.num_bytes, call, call.caller_stream)
-        except EPOutOfMemoryError as error:
-            error.call_made = True  # the rows by token have arrived, and the other ranks do not know of this error
-            raise
-        counts = views["num_recv_per_expert"]
-        assert counts is not None
-        with self._runtime.monitor.call_half(
+        half = self._runtime.monitor.call_half(
             "a dispatch was interrupted between its rows by token and by expert", "kPhaseDispatchRows"
-        ):
+        )
+        with ExitStack() as second_half:
+            if tiles is not None:  # the other ranks wait for the rows, which this half sends
+                second_half.enter_context(half)
+            views = make_views()
+            if tiles is not None:
+                assert views["x"] is not None
+                views["x"] = tiles.rows_of(views["x"])
+            routing: RowsByExpert = handle.routing
+            routing.memory.add_stream(stream)
+            parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
+            try:
+                memory = self._memory.allocate(parts.num_bytes, call, call.caller_stream)
+            except EPOutOfMemoryError as error:
+                error.call_made = tiles is None  # the rows by token have arrived, and the other ranks do not know of this error
+                raise
+            counts = views["num_recv_per_expert"]
+            assert counts is not None
+            if tiles is None:
+                second_half.enter_context(half)
             self._launch_expand(handle, views, inputs, parts, memory.ptr, stream)
             if tiles is None:
                 self._runtime.order.record_end(call, (), (routing.memory,))
@@ -95,7 +99,8 @@ class ExpertRows:
                 own = (routing.memory,) if order is None else (routing.memory, order)
                 self._runtime.order.record_end(call, (inputs.x, inputs.topk_idx), own, inputs.x, inputs.topk_idx)
         formats = {name: view and (view.dtype, view.shape[1:]) for name, view in views.items()}
-        make = functools.partial(self._views, formats, counts, handle, inputs.scales_by_column, parts, memory, call, tiles)
+        words = None if tiles is None else (tiles.memory, tiles.num_tiles(handle.num_recv_rows))
+        make = functools.partial(self._views, formats, counts, handle, inputs.scales_by_column, parts, memory, call.stream, words)
         return handle, make
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
@@ -240,8 +245,8 @@ class ExpertRows:
         scales_by_column: bool,
         parts: Map,
         memory: Any,
-        call: Call,
-        tiles: TileSignals | None,
+        stream: int,
+        words: tuple[Any, int] | None,
     ) -> Views:
         num_rows = handle.num_recv_rows
         dtype, row = formats["x"]
@@ -260,13 +265,13 @@ class ExpertRows:
             shapes["scales"] = dtype, by_column if scales_by_column else (num_rows, num_scales)
         result, framework = self._runtime.result, counts.framework
         views: Views = {
-            name: result(memory.ptr + parts.offsets[name], shape, dtype, memory, framework, call.stream)
+            name: result(memory.ptr + parts.offsets[name], shape, dtype, memory, framework, stream)
             for name, (dtype, shape) in shapes.items()
         }
         views["num_recv_per_expert"] = counts
-        if tiles is not None:
-            shape = (tiles.num_tiles(num_rows),)
-            views["tile_ready"] = result(tiles.memory.ptr, shape, "int32", tiles.memory, framework, call.stream)
+        if words is not None:
+            owner, num_tiles = words
+            views["tile_ready"] = result(owner.ptr, (num_tiles,), "int32", owner, framework, stream)
             # A consumer of tiles must not wait for the end of the call.
             views = {name: view and replace(view, dependency=None) for name, view in views.items()}
         return views

@@ -540,7 +540,7 @@ class ThroughputCalls:
         self._monitor.check_inputs()
         views = self._runtime.for_caller(make_views, is_host_caller, call.stream)
         num_sms = max(2, self._by_token.num_sms) if inputs.signals else 0
-        return DispatchResult(handle, self._runtime.order.event(call), views, num_sms)
+        return DispatchResult(handle, self._runtime.order.event(call), views, num_sms, call.words_cleared)
 
     @whole_call("kPhaseCombineRows")
     def combine(self, inputs: CombineInputs, call: Call) -> CombineResult:

@@ -1,7 +1,7 @@
 """Dispatches with `signals=True`: a word for each tile of rows by expert tells a consumer that the tile is complete.
 
-On one node, an ordinary dispatch sends the small arrays and the heads of the rows. Then expand_tiles sends the rows and expands them as
-they arrive. Over several nodes, the words are written once all rows are here.
+On one node, an ordinary dispatch sends the small arrays, and 16 bytes that hold the place of each row. Then expand_tiles sends the rows and
+expands them as they arrive. Over several nodes, the words are written once all rows are here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class TileSignals:
     def __init__(self, runtime: CudaRuntime, by_token: RowMover, memory: CallMemory, inputs: DispatchInputs, call: Call) -> None:
         self._runtime, self._by_token, self._memory = runtime, by_token, memory
         self._inputs, self._call = inputs, call
+        by_token.check_support()
         self._as_rows_arrive = not isinstance(by_token, NodesThroughput)
         if self._as_rows_arrive:  # later, an error would leave the other ranks waiting
             runtime.launcher("expand_tiles")
@@ -45,8 +46,9 @@ class TileSignals:
         self.memory = memory.allocate(8 * self._most_tiles, call, caller)
         """Of the words, and behind them of the kernels' counters."""
         driver.fill_words(self.memory.ptr, 0, self._most_tiles, stream)
+        call.words_cleared = runtime.order.event(call)
         if caller not in (None, stream):
-            driver.wait_stream(caller, stream)
+            call.words_cleared.wait(caller)
         (self._x,) = runtime.on_device(stream, inputs.x)
         self._arriving_x = 0
 
@@ -55,8 +57,9 @@ class TileSignals:
         if not self._as_rows_arrive:
             return inputs
         x = self._x
-        heads = View(x.ptr, (x.shape[0], ROW_ALIGNMENT), "uint8", x.device, x.owner, x.framework)
-        self._by_token_inputs = replace(inputs, x=heads, rows=x)
+        # Of each row, 16 bytes travel. What they hold does not matter: the rows overwrite them.
+        places = View(x.ptr, (x.shape[0], ROW_ALIGNMENT), "uint8", x.device, x.owner, x.framework)
+        self._by_token_inputs = replace(inputs, x=places, rows=x)
         return self._by_token_inputs
 
     def note_place(self, rows: ArrivingRows) -> None:
@@ -125,7 +128,7 @@ class TileSignals:
             "num_rows": num_rows,
             "tile_rows": self.tile_rows,
             "zero_padding": inputs.zero_padding,
-            "num_sending": max(1, num_blocks // _SENDING_SHARE),
+            "num_sending": 0 if config.num_ranks == 1 else max(1, num_blocks // _SENDING_SHARE),
             "follows_route": known is None,
             "call_signature": pack(self._by_token_inputs.signature),
         }
