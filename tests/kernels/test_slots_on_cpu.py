@@ -600,7 +600,7 @@ def test_a_change_ends_calls_that_wait(seed):
         machine.advance(20 << 3 * seed)
         clock_s = machine.clock_s
         machine.change_members(buffers, (0, 1))
-        assert machine.clock_s - clock_s <= 1 / 8, "of timeout_s, which is 1"
+        assert machine.clock_s - clock_s <= 1 / 4, "of timeout_s, which is 1: each of nine kernels looks after some polls"
         for one in made:
             one.round.call(out, 2, functools.partial(one.members.put, 2))
         few_calls(machine, buffers, 6 * seed + 2)
