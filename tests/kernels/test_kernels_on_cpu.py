@@ -493,7 +493,7 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
     sizes = {
         throughput_rounds: THROUGHPUT,
         compressed_rounds: {**COMPRESSED, "num_experts": 4},
-        long_compressed_rounds: {**LONG_COMPRESSED, "num_experts": 4},
+        long_compressed_rounds: {**LONG_COMPRESSED, "num_experts": 4, "hidden": 1280, "num_max_tokens_per_rank": 160},
         compressed_low_latency_rounds: {**LOW_LATENCY, "hidden": 512},
     }.get(run_rounds, LOW_LATENCY)
     options = dict(num_sms=1) if "common/work.cuh" in file else {}  # the second block starts after the first one has ended
