@@ -65,7 +65,8 @@ class FakeDriver:
         self.can_sleep = False  # the memory of the Buffers that are being made
         self.slots: SlotBuffers | None = None  # that are being made
         self.pages: list[Pages] = []  # of all Buffers with slots
-        self.recorded: list[tuple[int, KernelLaunch]] | None = None  # launches, and their streams
+        self.recorded: list[tuple[int, Any]] | None = None  # streams, and launches or functions that queue other work again
+        self.records_all_work = False
         self.numbers = itertools.count(1000)  # of streams and events
         self.events: dict[int, tuple[Stream, int]] = {}
         self._archs, self._cuda_src = archs, cuda_src
@@ -170,20 +171,35 @@ class FakeDriver:
     def _allocate(self, comm: Any, request: MemoryRequest) -> Any:
         return _SymmetricMemory(self, comm, request) if request.num_slots is None else _SlotMemory(self, comm, request)
 
+    def _record(self, stream: int, work: Any) -> None:
+        if self.recorded is not None and (self.records_all_work or isinstance(work, KernelLaunch)):
+            self.recorded.append((stream or callers_stream(self.current_rank), work))
+
     def _wait_event(self, stream: int, event: int) -> None:
         other, position = self.events[event]
         self.stream(stream).append(lambda: other.num_done >= position)
 
     def _wait_stream(self, stream: int, other: int) -> None:
-        source, position = self.stream(other), self.stream(other).num_queued
-        self.stream(stream).append(lambda: source.num_done >= position)
+        waiting, source = self.stream(stream), self.stream(other)
+
+        def queue() -> None:
+            position = source.num_queued
+            waiting.append(lambda: source.num_done >= position)
+
+        queue()
+        self._record(stream, queue)
 
     def _copy(self, to: int, source: int, num_bytes: int, stream: int) -> None:
         self.stream(stream).append(lambda: bool(ctypes.memmove(to, source, num_bytes)))
 
     def _fill_words(self, ptr: int, word: int, count: int, stream: int) -> None:
-        words = word.to_bytes(4, "little") * count
-        self.stream(stream).append(lambda: bool(ctypes.memmove(ptr, words, len(words))))
+        words, filling = word.to_bytes(4, "little") * count, self.stream(stream)
+
+        def queue() -> None:
+            filling.append(lambda: bool(ctypes.memmove(ptr, words, len(words))))
+
+        queue()
+        self._record(stream, queue)
 
     def _synchronize(self, number: int) -> None:
         stream = self.stream(number)
@@ -201,8 +217,7 @@ class FakeDriver:
         shape = config.gridDimX, config.blockDimX, config.sharedMemBytes
         work = KernelLaunch(kernel.name, address(), params, *shape, may_overlap=config.numAttrs > 0)
         self.stream(int(config.hStream)).append(work)
-        if self.recorded is not None:
-            self.recorded.append((int(config.hStream) or callers_stream(self.current_rank), work))
+        self._record(int(config.hStream), work)
         return (cuda.CUresult.CUDA_SUCCESS,)
 
 

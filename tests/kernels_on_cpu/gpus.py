@@ -132,6 +132,11 @@ class Gpus:
                 while stream.queue:
                     stream.pop()
 
+    def drop_work(self) -> None:
+        """Drop all work that is queued, and what it holds."""
+        for stream in self.streams.values():
+            stream.queue.clear()
+
     def network_id(self, gpu: int) -> int:
         """Return NVSHMEM's number of a rank."""
         return self._lib.gpu_first_pe() + gpu

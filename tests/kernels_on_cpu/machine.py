@@ -93,6 +93,7 @@ class Machine(AbstractContextManager):
         else:  # objects of the failed calls must be freed while the fake driver is there, and the error must not need the GPUs' memory
             error.args = tuple(str(part) if isinstance(part, np.ndarray) else part for part in error.args)
             traceback.clear_frames(trace)
+            self._gpus.drop_work()
             for buffer in self._buffers:
                 buffer._backend = None  # the test that has failed may hold the Buffer longer than there are GPUs
             self._buffers.clear()
@@ -216,22 +217,27 @@ class Machine(AbstractContextManager):
         return self._gpus.watched_loads
 
     @contextmanager
-    def recorded(self) -> Iterator[list[tuple[int, KernelLaunch]]]:
-        """Record the launches in this block, which run too, as a captured graph has them."""
-        self._driver.recorded = launches = []
+    def recorded(self, *, all_work: bool = False) -> Iterator[list[tuple[int, Any]]]:
+        """Record the launches in this block, which run too, as a captured graph has them. `all_work`: also what fills words, and waits of a
+        stream for another one.
+        """
+        self._driver.recorded, self._driver.records_all_work = (launches := []), all_work
         try:
             yield launches
         finally:
             self._driver.recorded = None
 
-    def rank_of(self, launch: tuple[int, KernelLaunch]) -> int:
+    def rank_of(self, launch: tuple[int, Any]) -> int:
         """Return the rank that has made a recorded launch."""
         return self._driver.stream(launch[0]).gpu
 
-    def replay(self, launches: list[tuple[int, KernelLaunch]]) -> None:
-        """Queue recorded launches with the same Params."""
-        for stream, launch in launches:
-            self._driver.stream(stream).append(replace(launch, grid=0))
+    def replay(self, launches: list[tuple[int, Any]]) -> None:
+        """Queue recorded launches with the same Params, and the other recorded work."""
+        for stream, work in launches:
+            if isinstance(work, KernelLaunch):
+                self._driver.stream(stream).append(replace(work, grid=0))
+            else:
+                work()
 
     def cut(self, source: int | None = None, target: int | None = None, *, in_flight: bool = True) -> None:
         """Lose all that `source` sends to `target` over the network from now on; None: all ranks. `in_flight`: also what is under way."""
@@ -259,14 +265,18 @@ class Machine(AbstractContextManager):
         """Queue work on the caller's stream of a rank. The function is called until it returns that the work is done."""
         self._driver.stream(callers_stream(rank)).append(work)
 
-    def run(self) -> None:
-        """Run all work that is queued.
+    def is_working(self, rank: int) -> bool:
+        """Return whether a kernel of a rank runs, or comes next on one of its streams."""
+        return any(isinstance(one.queue[0], KernelLaunch) for one in self._gpus.streams.values() if one.gpu == rank and one.queue)
+
+    def run(self, most_turns: int = 1 << 20) -> None:
+        """Run all work that is queued. Work of `queue` is called after at most `most_turns` turns of the scheduler.
 
         Raises:
             Deadlock: if kernels wait for ever.
             InvalidKernel: if a kernel broke a rule of CUDA.
         """
-        while self._gpus.advance(1 << 20):
+        while self._gpus.advance(self._random.randrange(most_turns) + 1 if most_turns < 1 << 20 else most_turns):
             pass
 
     def advance(self, num_turns: int) -> None:

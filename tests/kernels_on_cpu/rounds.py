@@ -253,8 +253,8 @@ class ThroughputRound:
 
     def __init__(self, machine, buffers, seed, layout="token", **fixed):
         self.members, self._buffers, config = Members(machine, buffers), buffers, config_of(buffers)
-        row = drawn(layout, seed, config.num_max_tokens_per_rank, dtypes=["bfloat16"], scales=[0], **fixed)
-        self.round = self.members.row(row).start(config)
+        row = drawn(layout, seed, config.num_max_tokens_per_rank, dtypes=["bfloat16"], scales=[0])
+        self.round = self.members.row(replace(row, **fixed)).start(config)
         self.inputs = self.round.inputs
 
     def run(self, rank):
