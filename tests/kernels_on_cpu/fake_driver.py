@@ -23,6 +23,7 @@ from deepep_rt.backends.cuda import monitor, network_memory, runtime
 from deepep_rt.comm import convert, failure_notice
 from deepep_rt.config import Config
 from deepep_rt.cuda import driver, start, stream_tracking, topology, transport
+from deepep_rt.cuda import slots as slot_pools
 from deepep_rt.cuda.stream_tracking import StreamMemory
 from deepep_rt.cuda.transport import MemoryRequest
 from deepep_rt.jit import compiler as jit_compiler
@@ -45,6 +46,19 @@ class _LastingMemory(StreamMemory):
     def __del__(self) -> None: ...
 
 
+def _while_open(fake: FakeDriver, kind: Any) -> Any:
+    """Make a kind of slots whose memory is not released after the end of the machine."""
+
+    class Slot(kind):
+        __slots__ = ()
+
+        def __del__(self) -> None:
+            if fake.is_open:
+                super().__del__()
+
+    return Slot
+
+
 class FakeDriver:
     """A driver for the GPUs of all ranks.
 
@@ -57,6 +71,7 @@ class FakeDriver:
 
     def __init__(self, gpus: Gpus, archs: Sequence[str], cuda_src: Path | None, pause: Callable[[], None]) -> None:
         self.gpus, self.num_ranks, self.pause = gpus, len(archs), pause
+        self.is_open = True  # until the machine ends
         self.current_rank = 0  # the rank whose Buffer is made or called
         self.symmetric: list[int] = []  # addresses of the symmetric memory of the Buffers that are being made
         self.network: list[int] = []  # and of offset 0 of their network memory
@@ -109,6 +124,7 @@ class FakeDriver:
         patch(start, "begin_context", lambda local_rank: None)
         patch(members, "Members", Members)
         patch(stream_tracking, "StreamMemory", _LastingMemory)
+        patch(slot_pools, "Slot", _while_open(self, slot_pools.Slot))
         allocator = SimpleNamespace(
             allocate=self._allocate,
             check_available=lambda: None,

@@ -98,6 +98,7 @@ class Machine(AbstractContextManager):
                 buffer._backend = None  # the test that has failed may hold the Buffer longer than there are GPUs
             self._buffers.clear()
             gc.collect()
+        self._driver.is_open = False
         self._patches.undo()
         self._gpus.close()
         for pages in self._driver.pages:
