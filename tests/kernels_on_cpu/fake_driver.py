@@ -192,8 +192,14 @@ class FakeDriver:
             self.recorded.append((stream or callers_stream(self.current_rank), work))
 
     def _wait_event(self, stream: int, event: int) -> None:
-        other, position = self.events[event]
-        self.stream(stream).append(lambda: other.num_done >= position)
+        waiting = self.stream(stream)
+
+        def queue() -> None:
+            other, position = self.events[event]
+            waiting.append(lambda: other.num_done >= position)
+
+        queue()
+        self._record(stream, queue)
 
     def _wait_stream(self, stream: int, other: int) -> None:
         waiting, source = self.stream(stream), self.stream(other)
@@ -243,8 +249,13 @@ class _Event:
         self.record(stream)
 
     def record(self, stream: int) -> None:
-        queue = self._fake.stream(stream)
-        self._fake.events[self.handle] = queue, queue.num_queued
+        recorded, handle, fake = self._fake.stream(stream), self.handle, self._fake
+
+        def note() -> None:
+            fake.events[handle] = recorded, recorded.num_queued
+
+        note()
+        fake._record(stream, note)
 
     def done(self) -> bool:
         stream, position = self._fake.events[self.handle]

@@ -219,8 +219,8 @@ class Machine(AbstractContextManager):
 
     @contextmanager
     def recorded(self, *, all_work: bool = False) -> Iterator[list[tuple[int, Any]]]:
-        """Record the launches in this block, which run too, as a captured graph has them. `all_work`: also what fills words, and waits of a
-        stream for another one.
+        """Record the launches in this block, which run too, as a captured graph has them. `all_work`: also what fills words, events, and
+        waits of streams.
         """
         self._driver.recorded, self._driver.records_all_work = (launches := []), all_work
         try:
