@@ -45,7 +45,7 @@ def check_experts_of_bfloat16_rows(comm: MPI.Intracomm) -> None:
     w1, w2 = _weights(comm, HIDDEN, 2 * INNER), _weights(comm, INNER, HIDDEN, seed=1)
     with buffer_for(comm, dtype="bfloat16") as buffer:
         x, idx, weights = (t.detach() for t in mine.leaves(torch.bfloat16))
-        for alignment, worst in ((64, None), (128, None), (128, 512 * comm.Get_size())):
+        for alignment, worst in ((64, None), (128, None), (128, 384 * comm.Get_size())):
             options = dict(layout="expert", expert_alignment=alignment, num_worst_tokens=worst, zero_padding=True)
             plain = buffer.dispatch(x, idx, weights, **options)
             sent = buffer.dispatch(x, idx, weights, **options, signals=True)
