@@ -27,9 +27,8 @@ namespace {
 
 constexpr size_t kStackBytes = 64 * 1024 + 320;  // adjacent stacks begin in different cache lines
 constexpr size_t kStaticSharedBytes = 256 * 1024;
-// If each lane makes so many steps without effect, all lanes wait for time. A wait looks at the clock after 64 polls of many loads, and a
-// kernel may wait several times before it does.
-constexpr int kIdleSteps = 2048;
+// If each lane makes so many steps without effect, all lanes wait for time.
+constexpr int kIdleSteps = 256;
 
 struct Grid;
 struct Block;
