@@ -1,4 +1,4 @@
-"""Measure a layer whose experts start while their rows arrive (`signals=True`), beside the same layer in sequence.
+"""Measure a layer whose experts start while their rows arrive (`signals=True`), and the same layer in sequence.
 
     mpirun -n 2 python bench/experts_as_rows_arrive.py --json bench/results/NAME.json
 

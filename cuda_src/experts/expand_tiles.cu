@@ -332,8 +332,8 @@ __device__ inline void count_bytes(const Params& p, const Routes& routes) {
   if constexpr (kHasStatistics) {
     u64 sent = 0, received = 0;
     for (int r = 0; r < kNumRanks && !routes.idle; ++r) sent += routes.num_sent[r], received += routes.num_arriving[r];
-    add_relaxed_gpu(&statistics_of(p)->bytes_sent, sent * (p.row_bytes - p.head_bytes));  // the dispatch has counted the heads
-    add_relaxed_gpu(&statistics_of(p)->bytes_received, received * (p.row_bytes - p.head_bytes));
+    add_relaxed_gpu(&statistics_of(p)->bytes_sent, sent * (p.row_bytes - p.place_bytes));  // the dispatch has counted the places
+    add_relaxed_gpu(&statistics_of(p)->bytes_received, received * (p.row_bytes - p.place_bytes));
   }
 }
 

@@ -50,7 +50,7 @@ LOADED: dict[tuple, LoadedKernel] = {}
 
 _loading = threading.Lock()
 _read: dict[tuple, CompiledKernel] = {}
-"""The kernels that `read` has found and nobody has loaded, by name, target and constants."""
+"""The kernels that `read` has found and `load` has not loaded, by name, target and constants."""
 
 
 def read(kernel: Kernel, constants: Constants, arch: str) -> None:
@@ -60,7 +60,7 @@ def read(kernel: Kernel, constants: Constants, arch: str) -> None:
 
 
 def drop_read() -> None:
-    """Drop the kernels that `read` has found and nobody has loaded."""
+    """Drop the kernels that `read` has found and `load` has not loaded."""
     _read.clear()
 
 

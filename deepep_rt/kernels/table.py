@@ -468,7 +468,7 @@ KERNELS: dict[str, Kernel] = {
             _COMMON
             + """
     i32 row_bytes;
-    i32 head_bytes;         // of each row, which the dispatch has sent
+    i32 place_bytes;        // that the dispatch has sent in place of each row
     u64 x;                  // [num_tokens, row_bytes]
     u64 handle;
     u64 order;              // of prepare_tiles

@@ -22,7 +22,7 @@ from .runtime import CudaRuntime, address_of
 from .throughput import NodesThroughput, RowMover
 
 _SENDING_SHARE = 3
-"""One of so many blocks sends, and the others expand."""
+"""One block in so many sends rows, and the others expand them."""
 
 
 class TileSignals:
@@ -114,7 +114,7 @@ class TileSignals:
         num_blocks = max(2, self._by_token.num_sms)  # DispatchResult.num_sms
         params = {
             "row_bytes": x.row_bytes,
-            "head_bytes": ROW_ALIGNMENT,
+            "place_bytes": ROW_ALIGNMENT,
             "x": x.ptr,
             "handle": table,
             "order": order.ptr,
