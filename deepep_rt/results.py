@@ -155,8 +155,8 @@ class DispatchResult(_Arrays):
     num_sms: int = 0
     """With `signals=True`, the SMs that the call occupies until its end. Kernels that wait for its tiles leave as many free."""
     words_cleared: Event | None = None
-    """With `signals=True` on GPUs: after this event, the call has cleared the words of `tile_ready`. The stream that was current at the call
-    waits for it. Let any other stream wait for it before a kernel there reads the words. None on the host backend.
+    """With `signals=True` on GPUs: after this event, the call has cleared the words of `tile_ready`. The stream that was current at the
+    call waits for it. Let any other stream wait for it before a kernel there reads the words. None on the host backend.
     """
 
     @cached_property
