@@ -167,7 +167,7 @@ __device__ inline void drop_incomplete_rows(const Params& p, u32 epoch, const Wa
 // Eight channels of a row, as a thread reads them. The other form of a share is CompressedShare.
 struct PlainShare {
   static constexpr int kPerRow = kRowVecs, kChannels = 8,
-                       kMaxAtOnce = kMasksOnTimeout ? 4 - 2 * kHasStatistics : 8;  // more would spill registers
+                       kMaxAtOnce = kMasksOnTimeout ? 3 - kHasStatistics : 8;  // more would spill registers
   static constexpr int kMaxColumns = 2;
   using Place = Vec16*;
   Vec16 held = {};

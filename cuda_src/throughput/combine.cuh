@@ -303,8 +303,8 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
     for (int r = 0; kHasStatistics && !routes.idle && r < kNumRanks; ++r) count_sent(p, routes.num_rows[r], kSentRowBytes);
     count_call(p);
     state->combine_blocks = state->combine_items = state->combine_tokens = 0;
-    // Without TMA, and with statistics of compressed rows, there is no register left to keep it.
-    constexpr bool kKeepsEpoch = kHasTma && !(kHasStatistics && kSentRowBytes != kRowBytes);
+    // Without TMA and with compressed rows, there is no register left to keep it.
+    constexpr bool kKeepsEpoch = kHasTma && kSentRowBytes == kRowBytes;
     state->combine_epoch = kKeepsEpoch ? epoch : state->combine_epoch + 1;
   }
 }

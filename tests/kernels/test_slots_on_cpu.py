@@ -708,7 +708,10 @@ class Death:
             if rank != self.rank:  # one that is cut off waits in vain
                 assert isinstance(error, EPPeerLostError), error
                 assert (error.ranks, error.peer, error.rank) == ((self.rank,), self.rank, rank)
-                assert f"Rank {self.rank} is lost: its process has ended. In a Buffer with slots, shrink() goes on" in str(error)
+                assert re.search(
+                    rf"\b[Rr]ank {self.rank} is lost\b.*: its process has ended\. In a Buffer with slots, shrink\(\) goes on",
+                    str(error),
+                ), error  # a kernel or the host has noticed it
 
     def is_noticed(self, made):
         """Let the others make one more call. All of them raise the error."""
@@ -774,7 +777,7 @@ def test_a_rank_that_gives_up_does_not_hold_others(seed):
             buffers[rank]._backend.lose(2, "its process has ended")
 
         def program(rank):
-            with pytest.raises(EPPeerLostError, match="Rank 2 is lost: its process has ended"):
+            with pytest.raises(EPPeerLostError, match="[Rr]ank 2 is lost.*: its process has ended"):
                 buffers[rank].synchronize()
             ended_s[rank] = machine.clock_s
 
