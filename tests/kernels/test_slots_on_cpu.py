@@ -777,7 +777,7 @@ def test_a_rank_that_gives_up_does_not_hold_others(seed):
             buffers[rank]._backend.lose(2, "its process has ended")
 
         def program(rank):
-            with pytest.raises(EPPeerLostError, match="[Rr]ank 2 is lost.*: its process has ended"):
+            with pytest.raises(EPPeerLostError, match=r"[Rr]ank 2 is lost.*: its process has ended"):
                 buffers[rank].synchronize()
             ended_s[rank] = machine.clock_s
 
