@@ -277,17 +277,26 @@ def write_int32_now(ptr: int, value: int) -> None:
     ok(driver.cuStreamDestroy(stream))
 
 
-_memory_pools: dict[int, Any] = {}  # by context
+_LARGE_BYTES, _SIZES_PER_DOUBLING = 32 << 20, 16
+
+_memory_pools: dict[tuple[int, bool], Any] = {}  # by context, and whether for large allocations
 
 
 def allocate_async(num_bytes: int, stream: int) -> int:
-    """Allocate from this library's stream-ordered pool on the current context's GPU. The pool keeps freed memory.
+    """Allocate from this library's stream-ordered pools on the current context's GPU. The pools keep freed memory.
 
-    The driver reclaims this memory when the process finds no other. The pool is never destroyed: results outlive Buffers, and the driver
+    Large allocations have a pool of their own, and round sizes. Results of new routings differ a little in size, so each of them finds the
+    memory of an earlier one, of which no small allocation has taken a part. Otherwise the driver maps memory anew, for about a millisecond.
+
+    The driver reclaims this memory when the process finds no other. The pools are never destroyed: results outlive Buffers, and the driver
     was seen to crash when it destroyed a pool with memory in use.
     """
-    context = int(ok(driver.cuCtxGetCurrent()))
-    pool = _memory_pools.get(context) or _memory_pools.setdefault(context, _new_memory_pool())
+    is_large = num_bytes >= _LARGE_BYTES
+    if is_large:
+        step = (1 << (num_bytes - 1).bit_length() - 1) // _SIZES_PER_DOUBLING
+        num_bytes = -(-num_bytes // step) * step
+    key = int(ok(driver.cuCtxGetCurrent())), is_large
+    pool = _memory_pools.get(key) or _memory_pools.setdefault(key, _new_memory_pool())
     return int(ok(driver.cuMemAllocFromPoolAsync(max(num_bytes, 1), pool, stream)))
 
 
@@ -303,9 +312,11 @@ def _new_memory_pool() -> Any:
 
 
 def trim_memory_pool() -> None:
-    """Return the free memory in the pool of the current context to the driver."""
-    if pool := _memory_pools.get(int(ok(driver.cuCtxGetCurrent()))):
-        driver.cuMemPoolTrimTo(pool, 0)
+    """Return the free memory in the pools of the current context to the driver."""
+    current = int(ok(driver.cuCtxGetCurrent()))
+    for (context, _), pool in list(_memory_pools.items()):  # another thread may add one
+        if context == current:
+            driver.cuMemPoolTrimTo(pool, 0)
 
 
 def free_async(ptr: int, stream: int) -> None:

@@ -82,6 +82,27 @@ def test_released_streams_are_reused(current: threading.local, monkeypatch: pyte
     assert driver.acquire_stream() not in (first, second, other)
 
 
+def test_large_allocations_have_few_sizes_and_a_pool_of_their_own(
+    current: threading.local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results that differ a little in size use the same memory again, and small allocations take none of it."""
+    asked: list[tuple] = []
+    driver.driver.cuMemAllocFromPoolAsync = lambda *given: asked.append(given) or (cuda.CUresult.CUDA_SUCCESS, 4096)
+    driver.driver.cuMemPoolTrimTo = lambda *given: asked.append(given) or (cuda.CUresult.CUDA_SUCCESS,)
+    made = iter(["small", "large"])
+    monkeypatch.setattr(driver, "_new_memory_pool", lambda: next(made))
+    monkeypatch.setattr(driver, "_memory_pools", {})
+    for num_bytes in ((32 << 20) - 1, 577_000_000, 578_000_000, 32 << 20, (32 << 20) + 1, 1 << 30):
+        driver.allocate_async(num_bytes, 7)
+    sizes = [(num_bytes, pool) for num_bytes, pool, _ in asked]
+    step = 32 << 20  # from 512 MiB to 1 GiB
+    assert sizes[:3] == [((32 << 20) - 1, "small"), (18 * step, "large"), (18 * step, "large")]
+    assert sizes[3:] == [(32 << 20, "large"), (34 << 20, "large"), (1 << 30, "large")]
+    del asked[:]
+    driver.trim_memory_pool()
+    assert asked == [("small", 0), ("large", 0)]
+
+
 def test_each_context_has_one_memory_pool(current: threading.local, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple] = []
     success, made = cuda.CUresult.CUDA_SUCCESS, iter(["pool", "another"])
