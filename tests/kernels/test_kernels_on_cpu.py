@@ -502,11 +502,17 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
     assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8), **options)
 
 
+BULK_FENCE = r"fence_release_sys\(\);\n(    for \(; signalled < now;)"
+"""Of the signal warp, which follows bulk copies."""
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "pattern", "replacement"),
     [
         pytest.param("throughput/combine.cu", r"fence_release_sys\(\);\n      raise_flag", "raise_flag", id="no-fence"),
+        pytest.param("throughput/combine.cuh", BULK_FENCE, r"\1", id="no-fence-of-the-signal-warp"),
+        pytest.param("throughput/combine.cuh", BULK_FENCE, r"\1", id="compressed-no-fence-of-the-signal-warp"),
         pytest.param(
             "throughput/combine_compressed.cu",
             r"fence_release_sys\(\);\n      raise_flag",
@@ -534,10 +540,9 @@ def test_broken_kernels_fail(tmp_path, run_rounds, file, pattern, replacement):
         ),
     ],
 )
-def test_missing_memory_order_fails(tmp_path, file, pattern, replacement):
+def test_missing_memory_order_fails(request, tmp_path, file, pattern, replacement):
     folder = broken(tmp_path, file, pattern, replacement)
-    options = dict(arch="sm_90" if "bulk" in pattern else "sm_80", weak_memory=True)
-    run_rounds, sizes = (
-        (without_fp8, {**COMPRESSED, "num_experts": 4}) if "compressed" in file else (throughput_rounds, THROUGHPUT)
-    )
+    options = dict(arch="sm_90" if "bulk" in pattern or pattern == BULK_FENCE else "sm_80", weak_memory=True)
+    is_compressed = "compressed" in file or "compressed" in request.node.callspec.id
+    run_rounds, sizes = (without_fp8, {**COMPRESSED, "num_experts": 4}) if is_compressed else (throughput_rounds, THROUGHPUT)
     assert fails(folder, lambda machine, seed: run_rounds(machine, machine.buffers(**sizes), seed, 8), **options)

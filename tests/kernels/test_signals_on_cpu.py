@@ -432,6 +432,13 @@ OLD = dict(arch="sm_80")
     [
         pytest.param(TILES, r"fence_release_sys\(\);\n      raise_word", "raise_word", WEAK, id="no-fence"),
         pytest.param(
+            TILES,
+            r"fence_release_sys\(\);\n    for \(; signalled",
+            "for (; signalled",
+            dict(weak_memory=True),
+            id="no-fence-of-the-signal-warp",
+        ),
+        pytest.param(
             TILES, r"row_bytes\);\n      __syncwarp\(\);  // lane 0", "row_bytes);  //", WEAK, id="no-wait-for-lanes-of-a-copy"
         ),
         pytest.param(

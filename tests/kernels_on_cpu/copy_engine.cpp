@@ -76,11 +76,12 @@ void bulk_store(void* to, uint32_t from, uint32_t num_bytes) {
   if (groups_of[running].empty()) bulk_commit();
   const auto group = groups_of[running].back();
   ++group->unread, ++group->unwritten;
-  auto read = [=, stage = dynamic_shared_memory() + from] {
+  const bool is_far = is_remote(to);
+  auto read = [=, thread = running, stage = dynamic_shared_memory() + from] {
     const std::vector<char> held(stage, stage + num_bytes);
     --group->unread;
     later([=] {
-      memcpy(to, held.data(), num_bytes);
+      write_of_copy(to, held.data(), num_bytes, *thread, is_far);
       --group->unwritten;
     });
   };

@@ -1,7 +1,7 @@
 // Weak memory: stores to the symmetric memory of another GPU arrive late, word by word and in random order. Only a release (or fence) of a
-// thread waits for earlier stores: its own, those of its warp that __syncwarp ordered, and those of its block that a barrier ordered. Loads
-// are in order, and stores to a GPU's own memory are visible at once. Pinned memory of the host is remote to all GPUs. A GPU sees its own
-// stores there.
+// thread waits for earlier stores: its own, those of its warp that __syncwarp ordered, and those of its block that a barrier or a release of
+// the block ordered. Bulk copies write as the thread that started them. Loads are in order, and stores to a GPU's own memory are visible at
+// once. Pinned memory of the host is remote to all GPUs. A GPU sees its own stores there.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -40,14 +40,6 @@ std::map<void*, std::pair<void*, size_t>> allocations;  // the mapping of each a
 const void* watched = nullptr;  // and the loads from there
 uint64_t num_watched = 0;
 
-bool is_remote(const void* p) {
-  if (!is_weak || !running || is_on_own_stack(p)) return false;
-  for (const Region& r : regions) {
-    if (p >= r.begin && p < r.end) return r.gpu != running->gpu;
-  }
-  return false;
-}
-
 void deliver(size_t i) {
   for (size_t earlier = 0; earlier < i; ++earlier) {  // stores to one address arrive in order
     if (in_flight[earlier].to < in_flight[i].to + in_flight[i].num_bytes &&
@@ -58,6 +50,11 @@ void deliver(size_t i) {
   }
   memcpy(in_flight[i].to, in_flight[i].value, in_flight[i].num_bytes);
   in_flight.erase(in_flight.begin() + i);
+}
+
+// Whether a release by a thread follows the store.
+bool is_released_by(const Store& s, const Thread& t) {
+  return s.thread == &t || (s.for_warp && s.warp == t.warp_key) || (s.for_block && s.block == t.block_key);
 }
 
 template <class Which>
@@ -74,9 +71,7 @@ void deliver_all(Which which) {
   in_flight.erase(kept, in_flight.end());
 }
 
-void send(void* to, const void* from, unsigned num_bytes) {
-  const Thread& t = *running;
-  touch(to);
+void send(void* to, const void* from, unsigned num_bytes, const Thread& t) {
   for (unsigned at = 0; at < num_bytes; at += 8) {
     Store s = {static_cast<char*>(to) + at,
                {},
@@ -92,6 +87,11 @@ void send(void* to, const void* from, unsigned num_bytes) {
     in_flight.push_back(s);
   }
   while (in_flight.size() > kMaxInFlight) deliver(random_below(in_flight.size()));
+}
+
+void send_now(void* to, const void* from, unsigned num_bytes) {
+  touch(to);
+  send(to, from, num_bytes, *running);
 }
 
 // A load from pinned memory does not pass the earlier stores of its GPU there.
@@ -126,13 +126,29 @@ void before_plain_store(void* to, unsigned num_bytes) {
 
 }  // namespace
 
+bool is_remote(const void* p) {
+  if (!is_weak || !running || is_on_own_stack(p)) return false;
+  for (const Region& r : regions) {
+    if (p >= r.begin && p < r.end) return r.gpu != running->gpu;
+  }
+  return false;
+}
+
+void write_of_copy(void* to, const char* from, size_t num_bytes, const Thread& thread, bool is_remote) {
+  if (is_remote) {
+    send(to, from, num_bytes, thread);
+  } else {
+    memcpy(to, from, num_bytes);
+  }
+}
+
 void complete_plain_store() {
   if (!plain.to) return;
   char value[16];
   memcpy(value, plain.to, plain.num_bytes);
   memcpy(plain.to, plain.before, plain.num_bytes);
   char* to = std::exchange(plain.to, nullptr);
-  send(to, value, plain.num_bytes);
+  send_now(to, value, plain.num_bytes);
 }
 
 void reset_memory(bool weak) { is_weak = weak, in_flight.clear(), regions.clear(), plain.to = nullptr; }
@@ -165,10 +181,13 @@ void read(const void* from, void* to, size_t num_bytes) {
 
 void write(void* to, const void* from, size_t num_bytes, Order order) {
   if (order == Order::kRelease) fence();
+  if (order == Order::kReleaseBlock) {
+    for (Store& s : in_flight) s.for_block |= is_released_by(s, *running);
+  }
   step(true);
   note_shared_access(to, num_bytes, true);
   if (is_remote(to)) {
-    send(to, from, num_bytes);
+    send_now(to, from, num_bytes);
   } else {
     memcpy(to, from, num_bytes);
   }
@@ -176,9 +195,7 @@ void write(void* to, const void* from, size_t num_bytes, Order order) {
 
 void fence() {
   step(false);
-  const Thread& t = *running;
-  deliver_all(
-      [&](const Store& s) { return s.thread == &t || (s.for_warp && s.warp == t.warp_key) || (s.for_block && s.block == t.block_key); });
+  deliver_all([](const Store& s) { return is_released_by(s, *running); });
 }
 
 }  // namespace cpu_gpu

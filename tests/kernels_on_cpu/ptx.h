@@ -54,8 +54,8 @@ inline void ld_relaxed_sys_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const v
 }
 inline void prefetch_global_L2(u64) {}
 
-inline void st_release_cta_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
-inline void st_release_cta_u64(void* p, u64 v) { store(p, v, Order::kRelease); }
+inline void st_release_cta_u32(void* p, u32 v) { store(p, v, Order::kReleaseBlock); }
+inline void st_release_cta_u64(void* p, u64 v) { store(p, v, Order::kReleaseBlock); }
 inline void st_release_gpu_global_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
 inline void st_release_sys_global_u32(void* p, u32 v) { store(p, v, Order::kRelease); }
 inline void st_relaxed_sys_global_u32(void* p, u32 v) { store(p, v); }

@@ -26,11 +26,16 @@ uint64_t random_below(uint64_t end);
 // Call this before each access that other threads may notice: the scheduler may run them here. `wrote`: the access is a store.
 void step(bool wrote);
 
-// Accesses to memory that other threads may read, up to 8 bytes at a time. A release follows all earlier stores of this thread.
-enum class Order { kRelaxed, kRelease };
+// Accesses to memory that other threads may read, up to 8 bytes at a time. A release follows all earlier stores of this thread. That of a
+// block lets any thread of the block release these stores to other GPUs.
+enum class Order { kRelaxed, kReleaseBlock, kRelease };
 void read(const void* from, void* to, size_t num_bytes);
 void write(void* to, const void* from, size_t num_bytes, Order order);
 void fence();
+
+// The write of a bulk copy that `thread` has started. To memory of another GPU it goes late, like a store of the thread.
+bool is_remote(const void* to);
+void write_of_copy(void* to, const char* from, size_t num_bytes, const Thread& thread, bool is_remote);
 
 // Synchronises all 32 lanes of a warp. `kind` names the operation. It is an error if lanes are in different operations.
 struct Exchange {
