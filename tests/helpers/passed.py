@@ -13,8 +13,18 @@ from paths import ROOT
 FOLDERS = ("tests/backends/cuda", "tests/cuda", "tests/jit", "tests/kernels")
 """Folders of tests that call the package itself. It looks for optional libraries only among the modules that its caller has imported."""
 
-FILES = ("tests/backends/cuda/test_prepared.py", "tests/comm/test_membership.py")
-"""Files that do so too. They name a library only in a text, or in tests that are skipped without it."""
+FILES = (
+    "tests/backends/cuda/test_prepared.py",
+    "tests/backends/test_growth.py",
+    "tests/backends/test_host_nodes.py",
+    "tests/backends/test_statistics.py",
+    "tests/cli/test_cli.py",
+    "tests/comm/test_membership.py",
+    "tests/comm/test_relay.py",
+    "tests/soak/test_kills.py",
+    "tests/soak/test_soak.py",
+)
+"""Files that do so too. They name a library only in a text, or in tests that are skipped without it. Programs that they start name none."""
 
 LIBRARIES = re.compile("torch|jax|matplotlib|sphinx|^from launch import", re.MULTILINE)
 """Shows that a file may use a library, or start programs that do."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,8 +102,22 @@ def test_ci_leaves_out_only_what_has_passed_and_needs_no_library(tmp_path: Path)
 
 
 def test_tests_that_start_programs_run_with_all_libraries() -> None:
-    """So do tests whose files name a library."""
+    """So do tests whose files name a library. The files of `passed.FILES` start only programs that name none."""
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
     alone = {file for file in files if passed.uses_no_libraries(file)}
     assert {"tests/kernels/test_kernels_on_cpu.py", "tests/jit/test_kernels_compile.py", *passed.FILES} < alone
     assert not alone & {"tests/cuda/test_heap.py", "tests/backends/cuda/test_start.py", "tests/backends/test_host_backend.py"}
+    programs = {path.stem: path.read_text() for path in PROGRAMS.glob("*.py")}
+    imports = {
+        name: set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)) & set(programs) for name, text in programs.items()
+    }
+    for file in passed.FILES:
+        nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+        named = {
+            node.value.removesuffix(".py") for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        reached = named & set(programs)
+        while new := {name for one in reached for name in imports[one]} - reached:
+            reached |= new
+        reached -= {"spmd", "buffers"}  # the first imports PyTorch without mpirun only, the second names it in a text
+        assert not {name for name in reached if passed.LIBRARIES.search(programs[name])}, file

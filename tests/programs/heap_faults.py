@@ -106,7 +106,11 @@ def run_rank(step: str, size: int, rank: int, port: int) -> None:
 
 def main() -> None:
     size, steps = int(sys.argv[1]), sys.argv[2:]
-    ports = dict(zip(steps, (free_port() for _ in steps), strict=True))
+    ports: dict[str, int] = {}
+    for step in steps:
+        while (port := free_port()) in ports.values():  # nothing listens there yet
+            pass
+        ports[step] = port
     start = multiprocessing.get_context("fork").Process  # copies of this process import nothing again
     ranks = {step: [start(target=run_rank, args=(step, size, rank, ports[step])) for rank in range(size)] for step in steps}
     for processes in ranks.values():
