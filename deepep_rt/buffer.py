@@ -489,6 +489,7 @@ class Buffer(SharedByCopies):
         reduce: str = "rank",
         compress: str | None = None,
         bias: Any = None,
+        y_ready: Any = None,
         async_finish: bool = False,
         previous_event: Any = None,
         stream: Any = None,
@@ -519,6 +520,11 @@ class Buffer(SharedByCopies):
                 several nodes, only what crosses between nodes is compressed: the rounded sum of a node, or on the direct path each row.
                 `hidden` is a multiple of 128. Not with `reduce="topk"`.
             bias: None, one array or two of them, `[num_tokens, hidden]`, dtype of `x`: added to the sum.
+            y_ready: None, or `[tiles]` int32 on the GPU: a product still writes `x`, and sets the word of each tile of `handle.tile_rows`
+                rows to `DispatchResult.signal` once its rows are written. Rows then leave tile by tile, with the same bits. The program
+                clears the words and records `previous_event` before it queues the product. Queue this call behind the product, with
+                `async_finish=True`. The product leaves the Buffer's `num_sms` SMs free. With a handle of `layout="expert"`, on one node,
+                with `reduce="rank"` and without `compress`. Each rank chooses for itself. The host backend expects set words.
             async_finish: As in `dispatch`.
             previous_event: As in `dispatch`.
             stream: As in `dispatch`.
@@ -540,11 +546,11 @@ class Buffer(SharedByCopies):
             lock.progress.name = "combine"
             forms, arrays = self._forms["combine"], (x, topk_weights, bias)
             options = weighted, reduce, compress, async_finish, previous_event, stream
-            if (known := forms.repeat(options, arrays, handle)) is not None:
+            if y_ready is None and (known := forms.repeat(options, arrays, handle)) is not None:
                 return known
             call = begin_call(backend, x, async_finish, previous_event, stream)
-            inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias, weighted, reduce, compress)
-            if stream is None:
+            inputs = combine_inputs(self._info, call.stream, x, handle, topk_weights, bias, weighted, reduce, compress, y_ready)
+            if stream is None and y_ready is None:
                 forms.note((inputs.x.shape, inputs.handle.num_tokens), options, arrays, inputs, call)
             if self._annotate is None:
                 return backend.combine(inputs, call)

@@ -6,15 +6,7 @@
 // outside of the arrays then.
 //
 // Bytes: the choices of each row, twice, the second time from L1 or L2.
-#include "common/memory.cuh"
-
-constexpr int kBins = 1024;
-constexpr int kPrepareWarps = kPositionThreads / 32;
-
-struct Shared {
-  i32 next[kBins];  // rows of each bin; later, the next place in it
-  i32 sums[kPrepareWarps];
-};
+#include "experts/counting_sort.cuh"
 
 // The bin of the first expert of a token on a rank. With many experts, a few of them share one.
 __device__ __forceinline__ int bin_of(const Params& p, int token, int rank) {
@@ -29,36 +21,13 @@ __device__ __forceinline__ int bin_of(const Params& p, int token, int rank) {
   return p.num_experts <= kBins ? least : static_cast<int>(static_cast<i64>(least) * kBins / p.num_experts);
 }
 
-// All threads of a block replace the counts of the bins by the sums of the counts before.
-__device__ inline void scan(Shared& shared) {
-  constexpr int kEach = (kBins + kPositionThreads - 1) / kPositionThreads;
-  const int begin = threadIdx.x * kEach;
-  int own = 0;
-  for (int b = begin; b < min(begin + kEach, kBins); ++b) own += shared.next[b];
-  const int sum = sum_to_lane(own);
-  if (lane_idx() == 31) shared.sums[warp_idx()] = sum;
-  __syncthreads();
-  int place = sum - own;
-  for (int w = 0; w < warp_idx(); ++w) place += shared.sums[w];
-  for (int b = begin; b < min(begin + kEach, kBins); ++b) {
-    const int count = shared.next[b];
-    shared.next[b] = place;
-    place += count;
-  }
-  __syncthreads();
-}
-
 __device__ inline void find_order(const Params& p, int rank, Shared& shared) {
   const int num_rows = min(max(at<const i32>(p.num_rows, 0)[p.rank * p.num_ranks + rank], 0), p.max_tokens);
   const i32* list = at<const i32>(p.send_list, 0) + static_cast<i64>(rank) * p.max_tokens;
   int2* order = at<int2>(p.order, 0) + static_cast<i64>(rank) * p.max_tokens;
-  for (int b = threadIdx.x; b < kBins; b += kPositionThreads) shared.next[b] = 0;
-  __syncthreads();
-  for (int row = threadIdx.x; row < num_rows; row += kPositionThreads) atomicAdd(shared.next + bin_of(p, list[row], rank), 1);
-  __syncthreads();
-  scan(shared);
-  for (int row = threadIdx.x; row < num_rows; row += kPositionThreads)
-    order[atomicAdd(shared.next + bin_of(p, list[row], rank), 1)] = make_int2(row, list[row]);
+  sort_by_bin(
+      num_rows, shared, [&](int row) { return bin_of(p, list[row], rank); },
+      [&](int row, int place) { order[place] = make_int2(row, list[row]); });
 }
 
 // One for each row of a tile, and one for its padding. Experts begin at whole tiles.

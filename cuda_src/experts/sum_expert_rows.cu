@@ -3,10 +3,9 @@
 // A block takes a token at a time. Rows are multiplied by their weights, or the weights return to the places of their choices.
 //
 // Bytes: each row is read once, and one row is written for each token.
-#include "common/number.cuh"
+#include "experts/sum_choices.cuh"
 
 extern "C" __global__ void __launch_bounds__(kLocalThreads) sum_expert_rows(const __grid_constant__ Params p) {
-  constexpr int kInFlight = 4, kNumbers = kPerVec<kElement>;
   const int lane = lane_idx(), num_vecs = static_cast<int>(p.row_bytes / 16);
   const i64 num_tokens = at<const i32>(p.totals, 0)[1];
   const float* weights = at<const float>(p.weights, 0);
@@ -16,33 +15,8 @@ extern "C" __global__ void __launch_bounds__(kLocalThreads) sum_expert_rows(cons
     const u32 choices = __ballot_sync(~0u, mine >= 0);
     const float weight = p.weights && mine >= 0 ? weights[mine] : 0.f;
     if (p.out_weights && warp_idx() == 0 && lane < p.num_topk) at<float>(p.out_weights, 0)[token * p.num_topk + lane] = weight;
-    for (int begin = 0; begin < num_vecs; begin += kInFlight * kLocalThreads) {  // the same for all lanes, because they shuffle
-      const int first = begin + threadIdx.x;
-      float sum[kInFlight][kNumbers] = {};
-      for (u32 rest = choices; rest; rest &= rest - 1) {
-        const int choice = __ffs(rest) - 1;
-        const i64 row = __shfl_sync(~0u, mine, choice);
-        const float factor = __shfl_sync(~0u, weight, choice);
-        const Vec16* from = at<const Vec16>(p.x, row * p.row_bytes);
-        Vec16 held[kInFlight] = {};
-#pragma unroll
-        for (int j = 0; j < kInFlight; ++j) {
-          if (first + j * kLocalThreads < num_vecs) held[j] = ld_streaming(from + first + j * kLocalThreads);
-        }
-#pragma unroll
-        for (int j = 0; j < kInFlight; ++j) {
-          if (is_weighted) {
-            add_scaled_to<kElement>(sum[j], held[j], factor);
-          } else {
-            add_to<kElement>(sum[j], held[j]);
-          }
-        }
-      }
-      Vec16* to = at<Vec16>(p.out, token * p.row_bytes);
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        if (first + j * kLocalThreads < num_vecs) st_vec(to + first + j * kLocalThreads, rounded<kElement>(sum[j]));
-      }
-    }
+    sum_choices<kLocalThreads>(
+        num_vecs, threadIdx.x, choices, mine, weight, is_weighted, [&](i64 row) { return at<const Vec16>(p.x, row * p.row_bytes); },
+        [&] { return at<Vec16>(p.out, token * p.row_bytes); }, [](Vec16* to, const Vec16& v) { st_vec(to, v); });
   }
 }

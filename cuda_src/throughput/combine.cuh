@@ -146,8 +146,10 @@ struct CopyProgress {
   i32 items[kRingEntries];
 };
 
-// Lane m follows copy warp m. This loop has no time limit, because copy warps wait only for the copy engine of their SM.
-__device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 epoch, CopyProgress* progress) {
+// Lane m follows copy warp m. This loop has no time limit, because copy warps wait only for the copy engine of their SM, or for a limited
+// time. chunk_of(item) returns the chunk of an item.
+template <class ChunkOf>
+__device__ inline void signal_chunks(const Params& p, u32 epoch, CopyProgress* progress, ChunkOf chunk_of) {
   const bool follows = lane_idx() < num_copy_warps();
   CopyProgress& mine = progress[follows ? lane_idx() : 0];
   u32 signalled = 0;
@@ -156,7 +158,7 @@ __device__ inline void signal_chunks(const Params& p, const Routes& routes, u32 
     const u32 now = follows ? ld_acquire_block(&mine.written) : 0;
     if (!__any_sync(~0u, now > signalled)) continue;
     fence_release_sys();
-    for (; signalled < now; ++signalled) raise_flag(p, chunk_at(p, routes, mine.items[signalled % CopyProgress::kRingEntries]), epoch);
+    for (; signalled < now; ++signalled) raise_flag(p, chunk_of(mine.items[signalled % CopyProgress::kRingEntries]), epoch);
     if (follows) st_release_block(&mine.signalled, signalled);
   }
 }
@@ -257,10 +259,11 @@ __device__ inline void poison_sums(const Params& p, u64 thread, u64 num_threads)
   if (p.topk_weights) poison(p.out_topk_weights, static_cast<u64>(p.num_tokens) * kNumTopk * sizeof(float), thread, num_threads);
 }
 
-// Runs the whole kernel. `routes` and `progress` lie in shared memory. copy_rows(epoch) is the work of a copy warp. Without TMA it also
-// raises the flags.
-template <class CopyRows>
-__device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, CopyProgress* progress, CopyRows copy_rows) {
+// Runs the whole kernel. `routes` and `progress` lie in shared memory. copy_rows(epoch) is the work of a copy warp, on items with the
+// chunks chunk_of(item). Without TMA it also raises the flags.
+template <class CopyRows, class ChunkOf>
+__device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, CopyProgress* progress, CopyRows copy_rows,
+                                             ChunkOf chunk_of) {
   State* state = at<State>(p.state, 0);
   const int warp = warp_idx(), lane = lane_idx();
   const u32 epoch = state->combine_epoch + 1;
@@ -284,7 +287,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, Routes& routes, Co
     if (warp < copy_warps) {
       copy_rows(epoch);
     } else if (warp < copy_warps + signal_warps) {
-      signal_chunks(p, routes, epoch, progress);
+      signal_chunks(p, epoch, progress, chunk_of);
     }
     if (has_copy_blocks() && copies()) __syncthreads();  // all warps of these blocks reduce what is left
     if (has_copy_blocks() || warp >= copy_warps + signal_warps) {

@@ -242,7 +242,7 @@ __device__ __forceinline__ void combine_compressed(const Params& p, char* memory
       copy_rows_by_warp(p, routes, epoch);
     }
   };
-  combine_rows(p, routes, progress, copy_rows);
+  combine_rows(p, routes, progress, copy_rows, [&](int item) { return chunk_at(p, routes, item); });
 }
 
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 1) KERNEL(const __grid_constant__ Params p) {

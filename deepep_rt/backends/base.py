@@ -294,6 +294,7 @@ class CombineInputs:
     weighted: bool = False  # multiply rows by topk_weights, instead of sending them back
     reduce: str = "rank"  # each rank adds up its rows of a token; "topk": the token's rank adds up the row of each choice
     compress: str | None = None  # the form of rows on the way, one of `COMPRESSIONS`; None: as they are
+    y_ready: View | None = None  # a word for each tile of rows by expert, set once its rows are written; None: all are
 
     @property
     def signature(self) -> Signature:

@@ -12,11 +12,12 @@ from .._checks import argument_error, choice, flag, whole_number
 from ..arrays import frameworks
 from ..arrays.compressed_rows import COMPRESSIONS, LOW_LATENCY_CHANNELS
 from ..arrays.dtypes import FP8_GROUP
+from ..arrays.host_memory import values_of
 from ..arrays.view import HOST, View
 from ..config import COMBINE_DTYPES, MAX_ALIGNMENT, MAX_ROW_BYTES, MAX_SCALE_BYTES, ROW_ALIGNMENT, TILE_ROWS, Config, tile_rows_of
 from ..errors import EPError, EPInputError
 from ..kernels.regions import align_up
-from ..results import DispatchHandle, LowLatencyHandle
+from ..results import DispatchHandle, DispatchResult, LowLatencyHandle
 from .base import BufferInfo, CombineInputs, DispatchInputs, LowLatencyCombineInputs, LowLatencyDispatchInputs
 
 _PACKED_DTYPES = ("uint8", "int8")
@@ -274,6 +275,7 @@ def combine_inputs(
     weighted: bool = False,
     reduce: str = "rank",
     compress: str | None = None,
+    y_ready: Any = None,
 ) -> CombineInputs:
     """Check the arguments of `Buffer.combine`. Its docstring names the rules."""
     config = info.config
@@ -295,7 +297,41 @@ def combine_inputs(
         )
     compress = compression(config, compress, reduce)
     biases = bias_views(info, stream, bias, handle, rows.dtype)
-    return CombineInputs(rows, handle, weights, biases, bool(weighted), reduce, compress)
+    words = None if y_ready is None else _words_of_tiles(info, stream, y_ready, rows, handle, reduce, compress)
+    return CombineInputs(rows, handle, weights, biases, bool(weighted), reduce, compress, words)
+
+
+def _words_of_tiles(
+    info: BufferInfo, stream: int | None, y_ready: Any, rows: View, handle: DispatchHandle, reduce: str, compress: str | None
+) -> View:
+    """Check the words of a combine's tiles."""
+    if handle.layout == "token" or not handle.tile_rows:
+        raise EPInputError(
+            f"y_ready with a handle of layout={handle.layout!r} without tiles; expected a handle of layout='expert' whose "
+            f"expert_alignment is a multiple of {min(TILE_ROWS)}. Dispatch so, or leave y_ready out"
+        )
+    odd = [
+        text for text, is_odd in (("reduce='topk'", reduce == "topk"), (f"compress={compress!r}", compress is not None)) if is_odd
+    ]
+    if info.config.has_network:
+        odd.append("ranks on several nodes")
+    if odd:
+        raise EPInputError(
+            f"y_ready with {odd[0]}; expected reduce='rank', compress=None and one node, for which there is a kernel that waits for tiles. "
+            f"Leave y_ready out, and combine after the product"
+        )
+    words = as_view(info, y_ready, "y_ready", stream, (-(-handle.num_recv_rows // handle.tile_rows),), ("int32",))
+    for view, name in ((words, "y_ready"), (rows, "x")):
+        if view.device != info.device:
+            raise EPInputError(
+                f"{name} is in host memory; expected GPU {info.device}, where the product writes it. Move the array"
+            )
+    if info.device == HOST and not (values_of(words) == DispatchResult.signal).all():
+        raise EPInputError(
+            f"y_ready has words other than {DispatchResult.signal}; expected all rows, because the host backend waits for no product. "
+            f"Write the rows first"
+        )
+    return words
 
 
 def combine_rows(

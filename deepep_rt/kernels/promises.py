@@ -72,6 +72,8 @@ PROMISES: dict[str, Promise] = {
     "prepare_tiles": Promise(),
     "expand_tiles": Promise(bulk_copies=True),
     "sum_expert_rows": Promise(loads_at_once=4),
+    "order_chunks": Promise(),
+    "combine_tiles": Promise(bulk_copies=True, loads_at_once=4),
     "list_choices": Promise(),
     "dispatch_layout": Promise(narrow_accesses=True),
 }

@@ -19,7 +19,15 @@ from ..tuned import CopyShape
 from . import structs
 from .layout import Layout
 from .table import Kernel
-from .tuning import combine_constants, compressed_stages, compression_constants, copy_constants, local_constants, tuning
+from .tuning import (
+    combine_constants,
+    compressed_stages,
+    compression_constants,
+    copy_constants,
+    local_constants,
+    tile_sums,
+    tuning,
+)
 
 _SETTLED_NS = 2_000_000_000
 """The age from which a file counts as settled. Within the resolution of a file system's clock, a second change would not show."""
@@ -81,6 +89,9 @@ def kernel_constants(
         constants.update(combine_constants(config, dtype))
         if kernel.compression and constants["kHasTma"]:
             constants.update(compressed_stages(config, dtype, kernel.compression))
+    if kernel.sums_tiles:
+        assert dtype is not None
+        constants.update(tile_sums(config, dtype, bool(constants["kHasTma"])))
     if kernel.compression:
         constants.update(compression_constants(config, kernel.compression))
     if shape is not None:

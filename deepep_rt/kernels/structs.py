@@ -377,6 +377,7 @@ PHASES = {
     "kPhaseNodeRows": (16, "the rows of dispatch from another node"),
     "kPhaseNodeSums": (17, "the sums of combine from another node"),
     "kPhaseExposedRows": (18, "the rows of combine on another rank of this node"),
+    "kPhaseExpertOutputs": (19, "the rows of its experts, whose words in y_ready are not set"),
     "kPhaseRelay": (20, "the relay of this rank, which still sends a row"),
 }
 """The kinds of waits on the device: the number in a Report, and the name in messages."""

@@ -21,6 +21,7 @@ _CALL_KINDS = {
     "expand_tiles": CALL_KINDS.index("dispatch"),
     "combine": CALL_KINDS.index("combine"),
     "combine_choices": CALL_KINDS.index("combine"),
+    "combine_tiles": CALL_KINDS.index("combine"),
     "ll_dispatch": CALL_KINDS.index("low_latency_dispatch"),
     "ll_dispatch_opaque": CALL_KINDS.index("low_latency_dispatch"),
     "ll_combine": CALL_KINDS.index("low_latency_combine"),
@@ -40,6 +41,7 @@ class Kernel:
     per_dtype: bool = False  # compiled once for each element type of combine
     compression: str | None = None  # form of a combine's rows on the way, one of `COMPRESSIONS`. None: they travel as they are
     is_local: bool = False  # works on arrays of one rank without a Buffer (jit/launch.py)
+    sums_tiles: bool = False  # its copy warps add up the rows that they send
     needs_fp8: bool = False  # needs a GPU that converts to FP8
     low_latency: bool = False  # needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM
     carries: str = ""  # carries what others put over this transport
@@ -219,6 +221,24 @@ LOCAL_KERNELS = (
         threads="kPositionThreads",
         is_local=True,
         overlaps=True,
+    ),
+    Kernel(
+        "order_chunks",
+        """
+    u64 positions;          // [capacity, num_topk] int32, of expert_positions
+    u64 num_rows;           // [num_ranks, num_ranks] int32, of a handle: by source and destination
+    u64 order;              // out: [num_ranks, max_chunks] int32, the chunks of the rows from each rank in the order in which they leave
+    i32 num_topk;
+    i32 num_ranks;
+    i32 rank;
+    i32 capacity;           // rows by token
+    i32 max_chunks;
+    i32 chunk_rows;
+    i32 num_expert_rows;    // at least 1
+""",
+        folder="experts",
+        threads="kPositionThreads",
+        is_local=True,
     ),
     Kernel(
         "sum_expert_rows",
@@ -498,6 +518,22 @@ KERNELS: dict[str, Kernel] = {
             threads="kCombineThreads",
             shared="kCombineSharedBytes",
             per_dtype=True,
+        ),
+        Kernel(
+            "combine_tiles",
+            _COMBINE
+            + """
+    u64 positions;          // [capacity, kNumTopk] int32, of expert_positions: the row of y of each choice
+    u64 expert_weights;     // [rows of y] float32 to multiply rows with, or to return if topk_weights is not 0; or 0
+    u64 order;              // of order_chunks
+    u64 tile_ready;         // [tiles of y] int32: 1 once the rows of the tile are written
+    i32 tile_rows;          // rows of a tile
+""",
+            folder="experts",
+            threads="kCombineThreads",
+            shared="kCombineSharedBytes",
+            per_dtype=True,
+            sums_tiles=True,
         ),
         *(
             Kernel(

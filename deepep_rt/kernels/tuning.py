@@ -215,6 +215,27 @@ def compressed_stages(config: Config, dtype: str, compression: str) -> dict[str,
     }
 
 
+def tile_sums(config: Config, dtype: str, with_tma: bool) -> dict[str, int]:
+    """Return the constants of combine_tiles. Each block has warps of all roles. A copy warp adds up a chunk's rows in one of two stages."""
+    constants = {"kFewBlocks": 0, "kCopyBlocks": 0}
+    if not with_tma:
+        return constants
+    row_bytes = config.hidden * DTYPES[dtype].itemsize
+    pitch = (
+        align_up(rows_per_copy(row_bytes) * row_bytes, _LINE) + _LINE
+    )  # staging keeps the destination's offset within its 128-byte line
+    copy_warps = min(_MOST_COPY_WARPS, max(1, _COMPRESSED_BYTES // (2 * pitch)))
+    return {
+        **constants,
+        "kStageBytes": pitch,
+        "kCombineStages": 2,
+        "kCombineCopyWarps": copy_warps,
+        "kCopyWarpsOfManyBlocks": copy_warps,
+        "kCombineThreads": 32 * _COMPRESSED_WARPS,
+        "kCombineSharedBytes": 2 * copy_warps * pitch,
+    }
+
+
 def usual_shape(call: str, config: Config, with_tma: bool) -> CopyShape:
     """Return the shape of a Buffer that was not tuned."""
     return _fitting(config, with_tma, *{"dispatch": (2, 12), "combine": (2, 8)}[call])

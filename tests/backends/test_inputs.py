@@ -45,6 +45,49 @@ def _on_gpu(array: np.ndarray) -> View:
     return View(4096, array.shape, array.dtype.name, 0, None, framework_of(array, "x"))
 
 
+def _by_expert(buffer: Buffer, alignment: int = 64) -> DispatchResult:
+    return buffer.dispatch(_x(), _idx(), layout="expert", expert_alignment=alignment)
+
+
+def _words(sent: DispatchResult, value: int = 1) -> np.ndarray:
+    return np.full(len(sent.recv_x) // 64, value, np.int32)
+
+
+def test_combine_of_tiles(buffer: Buffer) -> None:
+    """The host backend waits for no product. It takes set words, and gives the sums of a combine without them."""
+    sent = _by_expert(buffer)
+    want = buffer.combine(sent.recv_x, sent.handle).x
+    assert (buffer.combine(sent.recv_x, sent.handle, y_ready=_words(sent)).x == want).all()
+
+
+BAD_TILES = {
+    "rows by token": (
+        lambda buffer: buffer.dispatch(_x(), _idx()),
+        {},
+        ["y_ready", "layout='token'", "layout='expert'", "Dispatch"],
+    ),
+    "no tiles": (lambda buffer: _by_expert(buffer, 1), {}, ["y_ready", "multiple of 64"]),
+    "too few words": (_by_expert, {"y_ready": np.ones(2, np.int32)}, ["y_ready.shape=[2]", "expected ["]),
+    "words of another dtype": (_by_expert, {"dtype": "int64"}, ["y_ready.dtype=int64", "int32"]),
+    "not written": (_by_expert, {"value": 0}, ["y_ready has words other than 1", "Write the rows"]),
+    "choices": (_by_expert, {"reduce": "topk"}, ["y_ready with reduce='topk'", "Leave y_ready out"]),
+    "compressed rows": (_by_expert, {"compress": "fp8"}, ["y_ready with compress='fp8'", "Leave y_ready out"]),
+    "words on a GPU": (_by_expert, {"on_gpu": True}, ["y_ready is on GPU 0", "Move"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TILES)
+def test_words_of_tiles(buffer: Buffer, name: str) -> None:
+    make, options, texts = BAD_TILES[name]
+    sent, options = make(buffer), dict(options)
+    words = _words(sent, options.pop("value", 1)).astype(options.pop("dtype", "int32"))
+    words = _on_gpu(words) if options.pop("on_gpu", False) else words
+    with pytest.raises(EPInputError) as caught:
+        buffer.combine(sent.recv_x, sent.handle, **{"y_ready": words, **options})
+    assert all(text in str(caught.value) for text in texts), caught.value
+    _check_usable(buffer)
+
+
 def _check_usable(buffer: Buffer) -> None:
     x = _x()
     result = buffer.dispatch(x, _idx(), _weights())

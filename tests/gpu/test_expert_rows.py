@@ -197,6 +197,29 @@ def test_a_consumer_of_tiles(comm):
                 assert (sent.tile_ready == sent.signal).all()
 
 
+def test_sums_of_tiles(comm):
+    """Words are set one after another on another stream, while combine sends the rows of tiles that are complete."""
+    with make(comm, hidden=1024, num_max_tokens_per_rank=256, num_sms=16) as gpu:
+        writer = torch.cuda.Stream()
+        for i in rounds(comm, 300, every=20, cycles=2e6):
+            x, idx, weights = tokens(comm, gpu, i, some(comm, i, 256))
+            sent = gpu.dispatch(x, idx, weights, layout="expert", expert_alignment=(64, 128)[i % 2])
+            y, how = torch.randn_like(sent.recv_x), dict(topk_weights=sent.recv_topk_weights, weighted=i % 3 > 0)
+            want = gpu.combine(y, sent.handle, **how)
+            size = sent.handle.tile_rows
+            late, words = torch.full_like(y, torch.nan), torch.zeros(-(-len(y) // size), dtype=torch.int32, device="cuda")
+            writer.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(writer):
+                for tile in torch.randperm(len(words), generator=torch.Generator().manual_seed(i)).tolist():
+                    late[tile * size : (tile + 1) * size].copy_(y[tile * size : (tile + 1) * size])
+                    words[tile].fill_(sent.signal)  # a kernel of its own, which begins when the copy has ended
+            out = gpu.combine(late, sent.handle, **how, y_ready=words)
+            same(out.x, want.x)
+            if not how["weighted"]:
+                same(out.topk_weights, want.topk_weights)
+            torch.cuda.current_stream().wait_stream(writer)
+
+
 def test_a_consumer_of_tiles_in_a_graph(comm):
     """Each replay waits for the tiles of its own rows."""
     with make(comm, hidden=1024, num_max_tokens_per_rank=256, num_sms=16) as gpu:

@@ -262,13 +262,14 @@ class Machine(AbstractContextManager):
         self._driver.current_rank = rank
         return self._driver.new_stream()
 
-    def queue(self, rank: int, work: Callable[[], bool]) -> None:
-        """Queue work on the caller's stream of a rank. The function is called until it returns that the work is done."""
-        self._driver.stream(callers_stream(rank)).append(work)
+    def queue(self, rank: int, work: Callable[[], bool], stream: int | None = None) -> None:
+        """Queue work on a stream; default: the caller's stream of a rank. The function is called until it returns that the work is done."""
+        self._driver.stream(callers_stream(rank) if stream is None else stream).append(work)
 
-    def is_working(self, rank: int) -> bool:
-        """Return whether a kernel of a rank runs, or comes next on one of its streams."""
-        return any(isinstance(one.queue[0], KernelLaunch) for one in self._gpus.streams.values() if one.gpu == rank and one.queue)
+    def is_working(self, rank: int, kernel: str = "") -> bool:
+        """Return whether a kernel of a rank runs, or comes next on one of its streams: this one, or any."""
+        heads = (one.queue[0] for one in self._gpus.streams.values() if one.gpu == rank and one.queue)
+        return any(isinstance(head, KernelLaunch) and kernel in ("", head.name) for head in heads)
 
     def run(self, most_turns: int = 1 << 20) -> None:
         """Run all work that is queued. Work of `queue` is called after at most `most_turns` turns of the scheduler.

@@ -26,6 +26,7 @@ from .result_memory import ArrivingRows, CallMemory, combine_views
 from .runtime import CudaRuntime, address_of
 from .throughput import NodesThroughput, RowMover
 from .tile_signals import TileSignals
+from .tile_sums import TileSums
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ class ExpertRows:
         self._runtime, self._config, self._by_token = runtime, runtime.config, by_token
         self._memory = memory
         kind = NodeChoiceSums if isinstance(by_token, NodesThroughput) else ChoiceSums
-        self._choice_sums = kind(runtime, by_token, memory)
+        self._choice_sums, self._tile_sums = kind(runtime, by_token, memory), TileSums(runtime, by_token, memory)
         self._tables = runtime.layout.expert_tables(self._config.num_max_recv_tokens)
         self._tables_of_counted = runtime.layout.expert_tables(by_token.most_rows)  # of a dispatch whose rows the host counts
         local = runtime.layout.local.offsets
@@ -110,6 +111,8 @@ class ExpertRows:
         routing.memory.add_stream(stream)
         if inputs.reduce == "topk":
             return self._choice_sums.add_up(inputs, routing.by_token, routing.tables, call)
+        if inputs.y_ready is not None and handle.num_recv_rows:
+            return self._tile_sums.add_up(inputs, routing, call)
         order, num_topk = self._runtime.order, self._config.num_topk
         order.enqueue_waits(call)
         x, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_weights)

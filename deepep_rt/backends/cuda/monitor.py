@@ -168,17 +168,26 @@ class StatusPage:
     def _timeout(self) -> EPTimeoutError:
         report = self.report[0]
         rank, peer, number = int(report["rank"]), int(report["peer"]), int(report["phase"])
+        if (
+            rank == peer and number == structs.PHASES["kPhaseCombineRows"][0]
+        ):  # the kernel waits for its own sums, which wait for words
+            number = structs.PHASES["kPhaseExpertOutputs"][0]
         expected, seen, phase = int(report["expected"]), int(report["seen"]), structs.phase_name(number)
         call_idx = expected
         if number in structs.ROOM_PHASES:  # the kernel waits for the call that used the same ring slot before
             call_idx += self._config.low_latency_ring_depth
         node = self._config.node_of(peer)
         where = "" if node is None else f" on node {node}"
+        if number == structs.PHASES["kPhaseExpertOutputs"][0]:
+            awaited = f"{phase}; expected a product that writes all tiles and sets their words. Check that it runs"
+        else:
+            awaited = (
+                f"{phase}, call {call_idx} of its kind (rank {peer} was at {seen}); expected rank {peer} to be alive and to make the same "
+                f"calls{missing_backward(peer, self._purpose_of_wait(number, expected))}Check that it does"
+            )
         return EPTimeoutError(
-            f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}{where}: {phase}, call {call_idx} of its kind "
-            f"(rank {peer} was at {seen}); expected rank {peer} to be alive and to make the same calls"
-            f"{missing_backward(peer, self._purpose_of_wait(number, expected))}"
-            f"Check that it does, or raise timeout_s (DEEPEP_RT_TIMEOUT_S) if it is only slow. {_BROKEN}",
+            f"rank {rank} waited {self._config.timeout_s:g} s for rank {peer}{where}: {awaited}, or raise timeout_s (DEEPEP_RT_TIMEOUT_S) "
+            f"if it is only slow. {_BROKEN}",
             rank=rank,
             peer=peer,
             phase=phase,
