@@ -144,6 +144,9 @@ def _broken_accesses(promise: Promise, entry: Entry, code: MachineCode) -> Itera
     if has_bulk_copies and has_tma(entry.arch):
         if not (code.bulk_loads and code.bulk_stores):
             yield f"{code.bulk_loads} bulk loads and {code.bulk_stores} bulk stores; expected at least one of each"
+    elif promise.bulk_stores and has_tma(entry.arch):
+        if code.bulk_loads or not code.bulk_stores:
+            yield f"{code.bulk_loads} bulk loads and {code.bulk_stores} bulk stores; expected stores only"
     elif code.bulk_loads or code.bulk_stores:
         yield f"{code.bulk_loads} bulk loads and {code.bulk_stores} bulk stores; expected none"
     if code.loads_at_once < loads:

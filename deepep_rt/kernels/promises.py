@@ -24,6 +24,7 @@ class Promise:
     Attributes:
         bulk_copies: Whether the copy engine loads and stores rows, on GPUs that have one. On others `warp_copy` does. No other kernel has
             bulk copies.
+        bulk_stores: Whether the copy engine only stores rows, which warps have made, on GPUs that have one.
         bulk_if_no_relay: Whether it does so in Buffers without a relay. With one, all that it moves to other nodes goes through that.
         loads_at_once: The least number of 16-byte loads that a thread starts before it uses one. A thread that waits for each load reads a
             small part of what the memory can deliver. The function `loads_at_once` says for which sizes this holds.
@@ -33,6 +34,7 @@ class Promise:
     """
 
     bulk_copies: bool = False
+    bulk_stores: bool = False
     bulk_if_no_relay: bool = False
     loads_at_once: int = 0
     stores_rows: bool = False
@@ -73,7 +75,7 @@ PROMISES: dict[str, Promise] = {
     "expand_tiles": Promise(bulk_copies=True),
     "sum_expert_rows": Promise(loads_at_once=4),
     "order_chunks": Promise(),
-    "combine_tiles": Promise(bulk_copies=True, loads_at_once=4),
+    "combine_tiles": Promise(bulk_stores=True, loads_at_once=4),
     "list_choices": Promise(),
     "dispatch_layout": Promise(narrow_accesses=True),
 }

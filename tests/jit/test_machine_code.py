@@ -109,6 +109,7 @@ def test_good_code_breaks_nothing() -> None:
     assert not _broken(Promise(narrow_accesses=True), replace(GOOD, narrow_accesses=3))
     bulk = replace(GOOD, bulk_loads=1, bulk_stores=1)
     assert not _broken(Promise(bulk_if_no_relay=True), bulk, "sm_90")
+    assert not _broken(Promise(bulk_stores=True), replace(GOOD, bulk_stores=1), "sm_90")
     with_relay = entry(arch="sm_90", constants={**SIZES, "kHasRelay": 1}, spill_stores=0, spill_loads=0)
     assert not list(broken_promises(TINY, Promise(bulk_if_no_relay=True), with_relay, GOOD))
     assert list(broken_promises(TINY, Promise(bulk_if_no_relay=True), with_relay, bulk))
@@ -123,6 +124,13 @@ def test_good_code_breaks_nothing() -> None:
         (COPY, {"wide_stores": 0}, "sm_80", "no 16-byte stores; expected rows to be stored with them"),
         (COPY, {"bulk_loads": 1}, "sm_80", "1 bulk loads and 0 bulk stores; expected none"),
         (COPY, {"bulk_loads": 2}, "sm_90", "2 bulk loads and 0 bulk stores; expected at least one of each"),
+        (Promise(bulk_stores=True), {}, "sm_90", "0 bulk loads and 0 bulk stores; expected stores only"),
+        (
+            Promise(bulk_stores=True),
+            {"bulk_loads": 1, "bulk_stores": 1},
+            "sm_90",
+            "1 bulk loads and 1 bulk stores; expected stores only",
+        ),
         (Promise(bulk_if_no_relay=True), {}, "sm_90", "0 bulk loads and 0 bulk stores; expected at least one of each"),
         (Promise(), {"bulk_loads": 2, "bulk_stores": 1}, "sm_90", "2 bulk loads and 1 bulk stores; expected none"),
         (Promise(loads_at_once=9), {}, "sm_90", "8 16-byte loads at once, of 8; expected at least 9 before one is used"),

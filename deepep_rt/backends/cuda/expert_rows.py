@@ -112,7 +112,7 @@ class ExpertRows:
         if inputs.reduce == "topk":
             return self._choice_sums.add_up(inputs, routing.by_token, routing.tables, call)
         if inputs.y_ready is not None and handle.num_recv_rows:
-            return self._tile_sums.add_up(inputs, routing, call)
+            return self._tile_sums.add_up(inputs, routing.by_token, routing.tables, routing.memory, call)
         order, num_topk = self._runtime.order, self._config.num_topk
         order.enqueue_waits(call)
         x, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_weights)

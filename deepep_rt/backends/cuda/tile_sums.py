@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ...config import rows_per_copy
 from ...jit.launch import launch_local, load_local
-from ...results import Views
+from ...results import DispatchHandle, Views
 from ..base import Call, CombineInputs
 from .result_memory import CallMemory, combine_views
 from .runtime import CudaRuntime, address_of
 from .throughput import RowMover
-
-if TYPE_CHECKING:
-    from .expert_rows import RowsByExpert
 
 
 class TileSums:
@@ -29,11 +26,12 @@ class TileSums:
 
     def __init__(self, runtime: CudaRuntime, by_token: RowMover, memory: CallMemory) -> None:
         self._runtime, self._by_token, self._memory = runtime, by_token, memory
-        self._max_chunks = runtime.layout.constants["kMaxCombineChunks"]
 
-    def add_up(self, inputs: CombineInputs, routing: RowsByExpert, call: Call) -> Callable[[], Views]:
-        """Queue a combine. Return the function that makes its results."""
-        runtime, stream, handle = self._runtime, call.stream, routing.by_token
+    def add_up(
+        self, inputs: CombineInputs, handle: DispatchHandle, tables: dict[str, int], tables_owner: Any, call: Call
+    ) -> Callable[[], Views]:
+        """Queue a combine. Return the function that makes its results. `handle` is that of the rows by token."""
+        runtime, stream = self._runtime, call.stream
         self._by_token.check_support()
         launch = runtime.launcher(self._kernel, inputs.x.dtype)
         load_local("order_chunks")
@@ -43,31 +41,33 @@ class TileSums:
         assert x is not None
         assert words is not None
         returned = None if inputs.weighted else weights
-        order = self._memory.allocate(4 * runtime.config.num_ranks * self._max_chunks, call)
+        order = self._memory.allocate(4 * runtime.config.num_ranks * runtime.layout.constants["kMaxCombineChunks"], call)
         parts = runtime.layout.combined(handle.num_tokens, x.row_bytes, returned is not None)
         owner = self._by_token.results.allocate_sums(parts.num_bytes, call)
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
-        self._queue_order(routing, order.ptr, x.row_bytes, x.shape[0], stream)
+        self._queue_order(handle, tables, order.ptr, x.row_bytes, x.shape[0], stream)
         by_token = replace(inputs, handle=handle, topk_weights=returned, y_ready=None)
         _, params = self._by_token.combine_launch(by_token, (x, returned, *biases), out, out_weights)
-        params["positions"], params["expert_weights"] = routing.tables["positions"], address_of(weights)
+        params["positions"], params["expert_weights"] = tables["positions"], address_of(weights)
         params["order"], params["tile_ready"], params["tile_rows"] = order.ptr, words.ptr, inputs.handle.tile_rows
         launch(stream, self._by_token.num_sms, params)
-        runtime.order.record_end(call, (x, words, weights, biases), (handle.routing, routing.memory, order), *given)
+        runtime.order.record_end(call, (x, words, weights, biases), (handle.routing, tables_owner, order), *given)
         return combine_views(runtime, x, handle.num_tokens, out, None if returned is None else out_weights, owner, stream)
 
-    def _queue_order(self, routing: RowsByExpert, order: int, row_bytes: int, num_rows: int, stream: int) -> None:
+    def _queue_order(
+        self, handle: DispatchHandle, tables: dict[str, int], order: int, row_bytes: int, num_rows: int, stream: int
+    ) -> None:
         """Queue the kernel that finds the order in which chunks leave."""
         runtime, config = self._runtime, self._runtime.config
         values = {
-            "positions": routing.tables["positions"],
-            "num_rows": routing.by_token.routing.ptr + runtime.layout.handle.offsets["num_rows"],
+            "positions": tables["positions"],
+            "num_rows": handle.routing.ptr + runtime.layout.handle.offsets["num_rows"],
             "order": order,
             "num_topk": config.num_topk,
             "num_ranks": config.num_ranks,
             "rank": runtime.rank,
-            "capacity": routing.by_token.num_recv_rows,
-            "max_chunks": self._max_chunks,
+            "capacity": handle.num_recv_rows,
+            "max_chunks": runtime.layout.constants["kMaxCombineChunks"],
             "chunk_rows": rows_per_copy(row_bytes),
             "num_expert_rows": num_rows,
         }
