@@ -138,8 +138,8 @@ class Buffer(SharedByCopies):
     at a time may call it. A second thread gets an `EPInputError` during a call of the first one.
 
     In a call, all ranks must give rows of the same dtypes and sizes, the same kinds of arrays, and the same options. What only one rank
-    uses may differ: its number of tokens, `num_worst_tokens`, `bias`, arrays for results, hooks, and its streams and events. If ranks
-    differ in anything else, all of them get an `EPInputError` that names the argument and its values. On GPUs, if the host does not
+    uses may differ: its number of tokens, `num_worst_tokens`, `bias`, `y_ready`, arrays for results, hooks, and its streams and events. If
+    ranks differ in anything else, all of them get an `EPInputError` that names the argument and its values. On GPUs, if the host does not
     wait, a later call raises it, and that call still runs. A low-latency call that differs breaks the Buffer there.
 
     Args:

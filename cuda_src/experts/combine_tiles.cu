@@ -29,25 +29,29 @@ __device__ __forceinline__ Chunk ordered_chunk(const Params& p, const Routes& ro
   return c;
 }
 
-// Called by one warp. `row`: of y. False: the wait for a lane's row ended without success.
-__device__ __forceinline__ bool await_tile(const Params& p, u32 epoch, i32 row) {
-  bool ok = true;
-  if (row >= 0) {
-    const u32* word = at<const u32>(p.tile_ready, 0) + row / p.tile_rows;
-    ok = wait_until(p, epoch, kPhaseExpertOutputs, p.rank, [&](u32& seen) { return ld_acquire_sys(word) == kTileReady; });
+// Called by one warp. `row`: of y. Calls before_wait() if a tile is not ready yet. False: the wait for a lane's row ended without success.
+template <class BeforeWait>
+__device__ __forceinline__ bool await_tile(const Params& p, u32 epoch, i32 row, BeforeWait before_wait) {
+  const u32* word = at<const u32>(p.tile_ready, 0) + max(row, 0) / p.tile_rows;
+  bool ok = row < 0 || ld_acquire_sys(word) == kTileReady;
+  if (!__all_sync(~0u, ok)) {
+    before_wait();
+    ok = ok || wait_until(p, epoch, kPhaseExpertOutputs, p.rank, [&](u32& seen) { return ld_acquire_sys(word) == kTileReady; });
+    ok = __all_sync(~0u, ok);
   }
-  ok = __all_sync(~0u, ok);
   __syncwarp();  // all lanes may read what one lane has acquired
   return ok;
 }
 
 // Called by one warp: writes the sums of a chunk to `to`, and its weights to the peer. False: a wait ended without success.
-__device__ __forceinline__ bool write_sums(const Params& p, const Routes& routes, u32 epoch, const Chunk& c, char* to) {
+template <class BeforeWait>
+__device__ __forceinline__ bool write_sums(const Params& p, const Routes& routes, u32 epoch, const Chunk& c, char* to,
+                                           BeforeWait before_wait) {
   const int lane = lane_idx();
   for (int i = 0; i < c.num_rows; ++i) {
     const i64 row = routes.from_row[c.rank] + c.first + i;
     const i32 mine = lane < kNumTopk ? at<const i32>(p.positions, 0)[row * kNumTopk + lane] : -1;
-    if (!await_tile(p, epoch, mine)) return false;
+    if (!await_tile(p, epoch, mine, before_wait)) return false;
     const float weight = p.expert_weights && mine >= 0 ? at<const float>(p.expert_weights, 0)[mine] : 0.f;
     if (p.topk_weights && lane < kNumTopk) at<float>(routes.to_weights[c.rank], 0)[(c.first + i) * kNumTopk + lane] = weight;
     const u32 choices = __ballot_sync(~0u, mine >= 0);
@@ -70,8 +74,17 @@ __device__ inline void send_sums_bulk(const Params& p, const Routes& routes, u32
   constexpr int kUnwritten = 2;
   WorkIterator work(queue_of(p, routes), [](int) {});
   const int lane = lane_idx();
-  fence_bulk_copies();  // the block has acquired the targets' addresses and the permission to write
-  int turn = 0;
+  fence_bulk_copies();         // the block has acquired the targets' addresses and the permission to write
+  int turn = 0, num_told = 0;  // chunks that are stored, and those that the signal warp knows
+  auto tell = [&](int written) {
+    if (written > num_told) st_release_block(&progress.written, num_told = written);
+  };
+  auto tell_all = [&] {  // a warp that waits keeps no chunk back
+    if (lane == 0 && turn > 0) {
+      bulk_wait_written<0>();
+      tell(turn);
+    }
+  };
   for (int item = work.next(); item >= 0; item = work.next()) {
     const Chunk c = ordered_chunk(p, routes, item);
     if (c.num_rows == 0) continue;
@@ -79,7 +92,7 @@ __device__ inline void send_sums_bulk(const Params& p, const Routes& routes, u32
     char* stage = stages + turn % kCombineStages * kStageBytes + reinterpret_cast<u64>(target) % 128;
     if (lane == 0) bulk_wait_read<kCombineStages - 1>();
     __syncwarp();
-    if (!write_sums(p, routes, epoch, c, stage)) break;
+    if (!write_sums(p, routes, epoch, c, stage, tell_all)) break;
     fence_bulk_copies_of_shared();
     __syncwarp();  // all lanes have written their parts
     if (lane == 0) {
@@ -90,14 +103,14 @@ __device__ inline void send_sums_bulk(const Params& p, const Routes& routes, u32
       progress.items[turn % CopyProgress::kRingEntries] = item;
       if (turn >= kUnwritten) {
         bulk_wait_written<kUnwritten>();
-        st_release_block(&progress.written, turn + 1 - kUnwritten);
+        tell(turn + 1 - kUnwritten);
       }
     }
     ++turn;
   }
   if (lane == 0) {
-    bulk_wait_written<0>();
-    st_release_block(&progress.written, turn);
+    bulk_wait_written<0>();  // of the last chunks
+    tell(turn);
     st_release_block(&progress.done, 1);
   }
   __syncwarp();
@@ -108,7 +121,7 @@ __device__ inline void send_sums_by_warp(const Params& p, const Routes& routes, 
   for (int item = work.next(); item >= 0; item = work.next()) {
     const Chunk c = ordered_chunk(p, routes, item);
     if (c.num_rows == 0) continue;
-    if (!write_sums(p, routes, epoch, c, target_of(routes, c))) return;
+    if (!write_sums(p, routes, epoch, c, target_of(routes, c), [] {})) return;
     __syncwarp();
     if (lane_idx() == 0) {
       fence_release_sys();

@@ -285,15 +285,16 @@ _memory_pools: dict[tuple[int, bool], Any] = {}  # by context, and whether for l
 def allocate_async(num_bytes: int, stream: int) -> int:
     """Allocate from this library's stream-ordered pools on the current context's GPU. The pools keep freed memory.
 
-    Large allocations have a pool of their own, and round sizes. Results of new routings differ a little in size, so each of them finds the
-    memory of an earlier one, of which no small allocation has taken a part. Otherwise the driver maps memory anew, for about a millisecond.
+    Large allocations have a pool of their own, and rounded sizes, at most 32 MiB larger. Results of new routings differ a little in size,
+    so each of them finds the memory of an earlier one, of which no small allocation has taken a part. Otherwise the driver maps memory
+    anew, for about a millisecond.
 
     The driver reclaims this memory when the process finds no other. The pools are never destroyed: results outlive Buffers, and the driver
     was seen to crash when it destroyed a pool with memory in use.
     """
     is_large = num_bytes >= _LARGE_BYTES
     if is_large:
-        step = (1 << (num_bytes - 1).bit_length() - 1) // _SIZES_PER_DOUBLING
+        step = min((1 << (num_bytes - 1).bit_length() - 1) // _SIZES_PER_DOUBLING, _LARGE_BYTES)
         num_bytes = -(-num_bytes // step) * step
     key = int(ok(driver.cuCtxGetCurrent())), is_large
     pool = _memory_pools.get(key) or _memory_pools.setdefault(key, _new_memory_pool())

@@ -620,11 +620,16 @@ def test_preparation(seed):
         pytest.param(r"0\), p.max_tokens\);", "0), 1 << 20);", id="any-number-of-rows"),
         pytest.param(r" \|\| token >= p.num_tokens", "", id="any-token"),
         pytest.param(r"token < 0 \|\| ", "", id="negative-tokens"),
-        pytest.param(r"place \+= shared.sums\[w\]", "place += 0", id="sums-of-other-warps"),
         pytest.param(r"p.tile_rows\), 0\) \+ 1;", "p.tile_rows), 0);", id="padding-is-not-counted"),
         pytest.param(r"\} else if \(p.finds_order\) \{", "} else {", id="an-order-that-is-there"),
     ],
 )
 def test_a_mistake_in_the_preparation_fails(tmp_path, pattern, replacement):
     folder = broken(tmp_path, PREPARE, pattern, replacement)
+    assert fails(folder, prepare, 1)
+
+
+@pytest.mark.full
+def test_a_mistake_in_the_sort_fails(tmp_path):
+    folder = broken(tmp_path, "experts/counting_sort.cuh", r"place \+= shared.sums\[w\]", "place += 0")
     assert fails(folder, prepare, 1)

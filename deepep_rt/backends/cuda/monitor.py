@@ -48,6 +48,8 @@ class StatusPage:
         self._map = layout.status_page
         self.memory_grows = False
         """Whether a dispatch over several nodes that finds no room has asked the GPU for more."""
+        self.waits_for_tiles = False
+        """Whether combines of this Buffer have waited for words of tiles."""
         self.ptr = driver.allocate_pinned(self._map.num_bytes)
         ctypes.memset(self.ptr, 0, self._map.num_bytes)
         self.report = self._struct("report", structs.Report)
@@ -168,17 +170,16 @@ class StatusPage:
     def _timeout(self) -> EPTimeoutError:
         report = self.report[0]
         rank, peer, number = int(report["rank"]), int(report["peer"]), int(report["phase"])
-        if (
-            rank == peer and number == structs.PHASES["kPhaseCombineRows"][0]
-        ):  # the kernel waits for its own sums, which wait for words
-            number = structs.PHASES["kPhaseExpertOutputs"][0]
+        rows, outputs = (structs.PHASES[name][0] for name in ("kPhaseCombineRows", "kPhaseExpertOutputs"))
+        if self.waits_for_tiles and number in (rows, outputs):
+            number = outputs if rank == peer else rows  # own sums wait for words, and a wait for words ends if a rank is lost
         expected, seen, phase = int(report["expected"]), int(report["seen"]), structs.phase_name(number)
         call_idx = expected
         if number in structs.ROOM_PHASES:  # the kernel waits for the call that used the same ring slot before
             call_idx += self._config.low_latency_ring_depth
         node = self._config.node_of(peer)
         where = "" if node is None else f" on node {node}"
-        if number == structs.PHASES["kPhaseExpertOutputs"][0]:
+        if number == outputs:
             awaited = f"{phase}; expected a product that writes all tiles and sets their words. Check that it runs"
         else:
             awaited = (

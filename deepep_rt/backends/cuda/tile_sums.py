@@ -35,6 +35,7 @@ class TileSums:
         self._by_token.check_support()
         launch = runtime.launcher(self._kernel, inputs.x.dtype)
         load_local("order_chunks")
+        runtime.page.waits_for_tiles = True
         runtime.order.enqueue_waits(call)
         given = inputs.x, inputs.y_ready, inputs.topk_weights, *inputs.biases
         x, words, weights, *biases = runtime.on_device(stream, *given)
