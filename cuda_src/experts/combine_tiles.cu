@@ -9,7 +9,10 @@
 // A wait for a tile has the time limit of all waits. If it ends without success, the warp sends no more chunks, and the sums of all ranks
 // that wait for those become NaN.
 //
-// Reuse of memory: a warp refills a stage once its bulk store has read it. A consumer's words are its own, and nothing here clears them.
+// Reduce warps take tokens in ascending order, as in combine. Most of them soon wait for a late tile, so copies overlap with the product
+// more than sums do.
+//
+// Reuse of memory: a warp refills a stage once its bulk store has read it. The words belong to the program. Nothing here clears them.
 //
 // Bytes: each row of y is read once. The sum of a token's rows crosses the link once, or goes to the own staging.
 #include "experts/sum_choices.cuh"

@@ -3,11 +3,11 @@
 #include "common/memory.cuh"
 
 constexpr int kBins = 1024;
-constexpr int kPrepareWarps = kPositionThreads / 32;
+constexpr int kSortWarps = kPositionThreads / 32;
 
 struct Shared {
-  i32 next[kBins];  // rows of each bin; later, the next place in it
-  i32 sums[kPrepareWarps];
+  i32 next[kBins];  // items of each bin; later, the next place in it
+  i32 sums[kSortWarps];
 };
 
 // All threads of a block replace the counts of the bins by the sums of the counts before.

@@ -221,9 +221,8 @@ def tile_sums(config: Config, dtype: str, with_tma: bool) -> dict[str, int]:
     if not with_tma:
         return constants
     row_bytes = config.hidden * DTYPES[dtype].itemsize
-    pitch = (
-        align_up(rows_per_copy(row_bytes) * row_bytes, _LINE) + _LINE
-    )  # staging keeps the destination's offset within its 128-byte line
+    chunk_bytes = rows_per_copy(row_bytes) * row_bytes
+    pitch = align_up(chunk_bytes, _LINE) + _LINE  # staging keeps the destination's offset within its 128-byte line
     copy_warps = min(_MOST_COPY_WARPS, max(1, _COMPRESSED_BYTES // (2 * pitch)))
     return {
         **constants,

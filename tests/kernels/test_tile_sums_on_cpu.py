@@ -38,7 +38,7 @@ class Product:
     def __init__(self, machine, rank, y, rng, never=()):
         num_tiles = -(-len(y) // TILE_ROWS)
         self._machine, self._rank, self._has_begun = machine, rank, False
-        self._y, self._late, self._rng = y, set(never), rng
+        self._y, self._never, self._rng = y, set(never), rng
         self.rows = machine.put(rank, np.full(y.shape, np.nan, y.dtype))
         self.words = machine.put(rank, np.zeros(num_tiles, np.int32))
         self._left = list(np.argsort(np.arange(num_tiles) + rng.uniform(0, 3, num_tiles)))
@@ -48,7 +48,7 @@ class Product:
         self._has_begun |= self._machine.is_working(self._rank, "combine_tiles")
         if self._left and self._has_begun and self._rng.random() < _SPEED:
             tile = self._left.pop(0)
-            if tile not in self._late:
+            if tile not in self._never:
                 rows = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
                 array_at(self.rows.ptr, self.rows.shape, self.rows.dtype)[rows] = self._y[rows]
                 array_at(self.words.ptr, self.words.shape, "int32")[tile] = 1
@@ -58,7 +58,7 @@ class Product:
 class Layer:
     """A dispatch by expert of all ranks, and rows to combine."""
 
-    def __init__(self, machine, buffers, seed, *, dtype="bfloat16", worst=None, members=None, most_tokens=None):
+    def __init__(self, machine, buffers, seed, *, dtype="bfloat16", worst=None, members=None):
         self.machine, self.buffers, self.rng = machine, buffers, np.random.default_rng(seed)
         self.members = range(len(buffers)) if members is None else members
         inputs = inputs_of(self.config, seed)
@@ -161,7 +161,7 @@ def test_numbers_of_ranks(num_ranks):
 
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param(["sm_80", "sm_90"], marks=pytest.mark.full)])
 def test_ordinary_combines_in_the_same_call(arch):
-    """Rank 1 waits for its product itself."""
+    """Rank 1 has all rows before its call."""
     with Machine(2, 1, arch, weak_memory=True) as machine:
         buffers = machine.buffers(**{**SIZES, "num_experts": 4})
         Layer(machine, buffers, 5).check("weighted", ordinary=(1,))
@@ -176,7 +176,7 @@ def test_absent_slots(num_slots, members):
 
 
 def test_a_tile_that_never_comes():
-    """The rank with the product says what it waited for. The sums of both ranks are NaN, and no wait lasts longer than two limits."""
+    """The rank with the product says what it waited for. The sums of both ranks are NaN."""
     with Machine(2, 1) as machine:
         buffers = machine.buffers(**{**SIZES, "num_experts": 4, "num_sms": 1})
         layer, back = Layer(machine, buffers, 7), {}
