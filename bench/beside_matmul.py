@@ -40,6 +40,7 @@ _ROWS_OF_WORK = {
     "both": ("dispatch_bf16", "combine_bf16"),
     "low_latency": ("dispatch_fp8", "combine_bf16"),
 }
+_DOUBLINGS = 6  # of the units of a run in which no unit of a load counts
 _CHAIN = 10  # steps in a graph: the launch of a graph takes the host as long as a step
 _COLUMNS = (
     *("work", "Buffers", "SMs", "MB", "alone us", "beside us", "slower by %", "GB/s beside"),
@@ -134,12 +135,31 @@ class Bench:
         return cupy.cuda.Stream(non_blocking=True, priority=priority)
 
     def timed(self, loads: list[Load]) -> list[float]:
-        """Return the seconds of a unit of each load, of the slowest rank."""
-        slowest = np.zeros((self.settings.repeats, len(loads)))
-        for repeat in range(self.settings.repeats):
+        """Return the seconds of a unit of each load, of the slowest rank.
+
+        A run may be too short: no unit of a load counts if a busy machine does not begin and end one in time. All ranks then repeat the
+        run with twice the units.
+
+        Raises:
+            EPConfigError: if no unit counts after `_DOUBLINGS` such repetitions.
+        """
+        slowest: list[np.ndarray] = []
+        doublings = 0
+        while len(slowest) < self.settings.repeats:
             self.comm.Barrier()
-            mine = np.array(run_side_by_side(loads))
-            self.comm.Allreduce(mine, slowest[repeat], MPI.MAX)
+            seconds = np.empty(len(loads))
+            self.comm.Allreduce(np.array(run_side_by_side(loads)), seconds, MPI.MAX)
+            if np.isfinite(seconds).all():
+                slowest.append(seconds)
+                continue
+            if doublings == _DOUBLINGS:
+                units = [load.units for load in loads if load.units]
+                raise EPConfigError(
+                    f"while loads ran with {units} units, no unit of another began and ended; expected one. Pass a larger --window-ms"
+                )
+            doublings += 1
+            for load in loads:
+                load.units = load.units and 2 * load.units
         return np.median(slowest, axis=0).tolist()
 
     def alone(self, loads: list[Load]) -> float:

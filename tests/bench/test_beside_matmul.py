@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ pytest.importorskip("ml_dtypes")
 
 import beside_matmul
 import side_by_side
+from mpi4py import MPI
 from side_by_side import Load
 
 from deepep_rt import EPConfigError
@@ -31,8 +33,31 @@ def test_units_count_while_all_loads_run() -> None:
 
 @pytest.mark.parametrize("second", [[10.0, 11.0], [1.2, 1.4, 1.6]])
 def test_loads_that_never_ran_together(second: list[float]) -> None:
-    with pytest.raises(EPConfigError, match=r"a load of 2 units.*Pass a larger --window-ms"):
-        side_by_side.mean_seconds([[0.0, 1.0, 2.0], second])
+    assert math.inf in side_by_side.mean_seconds([[0.0, 1.0, 2.0], second])
+
+
+@pytest.mark.parametrize("num_short", [2, 100])
+def test_a_run_that_is_too_short_is_repeated_with_more_units(monkeypatch: pytest.MonkeyPatch, num_short: int) -> None:
+    """On a busy machine a product may begin and end no unit in a run. Runs with more units follow, not so many that they never end."""
+    runs: list[list[int | None]] = []
+
+    def run(loads: list[Load]) -> list[float]:
+        runs.append([load.units for load in loads])
+        return [math.inf if len(runs) <= num_short else 3.0, 1.0]
+
+    monkeypatch.setattr(beside_matmul, "run_side_by_side", run)
+    monkeypatch.setattr(beside_matmul, "product_on_host", lambda size: None)
+    monkeypatch.setattr(beside_matmul.Bench, "alone", lambda self, loads: 0.0)
+    settings = beside_matmul.Settings(backend="host", repeats=2)
+    bench = beside_matmul.Bench(MPI.COMM_SELF, settings, beside_matmul.Machine(MPI.COMM_SELF, "host"))
+    loads = [Load(lambda: None, None), Load(lambda: None, 8)]
+    if num_short == 2:
+        assert bench.timed(loads) == [3.0, 1.0]
+        assert runs == [[None, 8], [None, 16], [None, 32], [None, 32]]
+    else:
+        with pytest.raises(EPConfigError, match=r"\[512\] units.*Pass a larger --window-ms"):
+            bench.timed(loads)
+        assert len(runs) == 7
 
 
 def test_loads_on_the_host() -> None:
