@@ -16,11 +16,10 @@
 //
 // Bytes: each row of y is read once. The sum of a token's rows crosses the link once, or goes to the own staging.
 #include "experts/sum_choices.cuh"
+#include "experts/tile_words.cuh"
 #include "throughput/plain_sums.cuh"
 
 static_assert(kCopyBlocks == 0 && kFewBlocks == 0);  // rows of the own rank are sums too, so no rank reads them from y
-
-constexpr u32 kTileReady = 1;
 
 // A chunk of the queue: chunks of a rank leave in another order than that of its rows.
 __device__ __forceinline__ Chunk ordered_chunk(const Params& p, const Routes& routes, int item) {
@@ -36,10 +35,10 @@ __device__ __forceinline__ Chunk ordered_chunk(const Params& p, const Routes& ro
 template <class BeforeWait>
 __device__ __forceinline__ bool await_tile(const Params& p, u32 epoch, i32 row, BeforeWait before_wait) {
   const u32* word = at<const u32>(p.tile_ready, 0) + max(row, 0) / p.tile_rows;
-  bool ok = row < 0 || ld_acquire_sys(word) == kTileReady;
+  bool ok = row < 0 || is_ready(word);
   if (!__all_sync(~0u, ok)) {
     before_wait();
-    ok = ok || wait_until(p, epoch, kPhaseExpertOutputs, p.rank, [&](u32& seen) { return ld_acquire_sys(word) == kTileReady; });
+    ok = ok || await_product(p, epoch, word);
     ok = __all_sync(~0u, ok);
   }
   __syncwarp();  // all lanes may read what one lane has acquired

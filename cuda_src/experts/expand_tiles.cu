@@ -27,6 +27,7 @@
 // Bytes: each row is read once for each other rank and crosses the link once. It is then read once and written for each of its experts.
 #include "common/bulk.cuh"
 #include "common/work.cuh"
+#include "experts/tile_words.cuh"
 #include "throughput/recv_window.cuh"
 
 constexpr u32 kNoRow = ~0u;
@@ -185,7 +186,7 @@ __device__ inline void send_rows_by_warp(const Params& p, const Routes& routes, 
 
 // Counts down the tile of a row whose copy is written, and tells the consumer of the last one.
 __device__ __forceinline__ void count_down(const Params& p, int tile) {
-  if (add_acq_rel_gpu(at<u32>(p.tile_left, 0) + tile, ~0u) == 1) st_release_sys(at<u32>(p.tile_ready, 0) + tile, 1);
+  if (add_acq_rel_gpu(at<u32>(p.tile_left, 0) + tile, ~0u) == 1) st_release_sys(at<u32>(p.tile_ready, 0) + tile, kTileReady);
 }
 
 // A row that is here.
@@ -325,7 +326,7 @@ __device__ inline void poison_tiles(const Params& p) {
   __syncwarp();
   fence_release_sys();
   const int num_tiles = (p.num_rows + p.tile_rows - 1) / p.tile_rows;
-  for (int tile = lane_idx(); tile < num_tiles; tile += 32) st_release_sys(at<u32>(p.tile_ready, 0) + tile, 1);
+  for (int tile = lane_idx(); tile < num_tiles; tile += 32) st_release_sys(at<u32>(p.tile_ready, 0) + tile, kTileReady);
 }
 
 __device__ inline void count_bytes(const Params& p, const Routes& routes) {

@@ -297,28 +297,16 @@ def combine_inputs(
         )
     compress = compression(config, compress, reduce)
     biases = bias_views(info, stream, bias, handle, rows.dtype)
-    words = None if y_ready is None else _words_of_tiles(info, stream, y_ready, rows, handle, reduce, compress)
+    words = None if y_ready is None else _words_of_tiles(info, stream, y_ready, rows, handle)
     return CombineInputs(rows, handle, weights, biases, bool(weighted), reduce, compress, words)
 
 
-def _words_of_tiles(
-    info: BufferInfo, stream: int | None, y_ready: Any, rows: View, handle: DispatchHandle, reduce: str, compress: str | None
-) -> View:
+def _words_of_tiles(info: BufferInfo, stream: int | None, y_ready: Any, rows: View, handle: DispatchHandle) -> View:
     """Check the words of a combine's tiles."""
     if handle.layout == "token" or not handle.tile_rows:
         raise EPInputError(
             f"y_ready with a handle of layout={handle.layout!r} without tiles; expected a handle of layout='expert' whose "
             f"expert_alignment is a multiple of {min(TILE_ROWS)}. Dispatch so, or leave y_ready out"
-        )
-    odd = [
-        text for text, is_odd in (("reduce='topk'", reduce == "topk"), (f"compress={compress!r}", compress is not None)) if is_odd
-    ]
-    if info.config.has_network:
-        odd.append("ranks on several nodes")
-    if odd:
-        raise EPInputError(
-            f"y_ready with {odd[0]}; expected reduce='rank', compress=None and one node, for which there is a kernel that waits for tiles. "
-            f"Leave y_ready out, and combine after the product"
         )
     words = as_view(info, y_ready, "y_ready", stream, (-(-handle.num_recv_rows // handle.tile_rows),), ("int32",))
     for view, name in ((words, "y_ready"), (rows, "x")):

@@ -75,6 +75,7 @@ PROMISES: dict[str, Promise] = {
     "expand_tiles": Promise(bulk_copies=True),
     "sum_expert_rows": Promise(loads_at_once=4),
     "order_chunks": Promise(),
+    "await_tiles": Promise(),
     "combine_tiles": Promise(bulk_stores=True, loads_at_once=4),
     "list_choices": Promise(),
     "dispatch_layout": Promise(narrow_accesses=True),

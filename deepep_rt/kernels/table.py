@@ -46,6 +46,7 @@ class Kernel:
     low_latency: bool = False  # needs a Buffer with room for low-latency calls. With a scale-out domain it links NVSHMEM
     carries: str = ""  # carries what others put over this transport
     over_nodes: bool = False  # serves throughput calls of Buffers with several nodes. Other throughput kernels serve one node
+    anywhere: bool = False  # serves throughput calls of both
     scale_up_only: bool = False  # all ranks must reach each other directly
     overlaps: bool = False  # may start while its predecessor ends. Waits for it before it uses what it writes (common/memory.cuh)
     max_stack_bytes: int = 0  # declared stack frame. CI fails if the frame is larger or registers spill
@@ -56,7 +57,7 @@ class Kernel:
             return False
         if self.carries and self.carries != config.transport:
             return False
-        if self.over_nodes:
+        if self.over_nodes or (self.anywhere and config.has_network):
             return config.has_network and config.num_nodes <= MAX_NODES and config.node_size <= MAX_RANKS_PER_NODE
         if not self.low_latency:
             return not config.has_network and config.num_ranks <= MAX_RANKS_PER_NODE
@@ -518,6 +519,17 @@ KERNELS: dict[str, Kernel] = {
             threads="kCombineThreads",
             shared="kCombineSharedBytes",
             per_dtype=True,
+        ),
+        Kernel(
+            "await_tiles",
+            _COMMON
+            + """
+    u64 tile_ready;         // [num_tiles] int32: 1 once the rows of the tile are written
+    i32 num_tiles;
+""",
+            folder="experts",
+            threads="kLocalThreads",
+            anywhere=True,
         ),
         Kernel(
             "combine_tiles",

@@ -70,8 +70,6 @@ BAD_TILES = {
     "too few words": (_by_expert, {"y_ready": np.ones(2, np.int32)}, ["y_ready.shape=[2]", "expected ["]),
     "words of another dtype": (_by_expert, {"dtype": "int64"}, ["y_ready.dtype=int64", "int32"]),
     "not written": (_by_expert, {"value": 0}, ["y_ready has words other than 1", "Write the rows"]),
-    "choices": (_by_expert, {"reduce": "topk"}, ["y_ready with reduce='topk'", "Leave y_ready out"]),
-    "compressed rows": (_by_expert, {"compress": "fp8"}, ["y_ready with compress='fp8'", "Leave y_ready out"]),
     "words on a GPU": (_by_expert, {"on_gpu": True}, ["y_ready is on GPU 0", "Move"]),
 }
 

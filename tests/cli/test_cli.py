@@ -252,7 +252,7 @@ def test_ranks_of_several_hosts_have_low_latency_calls_only() -> None:
     names = [{kernel.name for kernel, _ in cli_compile.variants(Config(ranks, 16, **sizes), None)} for ranks in (8, 16)]
     assert names[0] - names[1] == {
         *("route", "dispatch", "copy_bandwidth"),
-        *("combine", "combine_fp8", "combine_log10", "combine_choices", "combine_tiles", "expand_tiles"),
+        *("combine", "combine_fp8", "combine_log10", "combine_choices", "combine_tiles", "await_tiles", "expand_tiles"),
     }
     local = {name for name, kernel in KERNELS.items() if kernel.is_local}
     of_one_node = {f"ll_combine_large{form}" for form in ("", "_fp8", "_log10")}

@@ -45,7 +45,7 @@ class Product:
         machine.queue(rank, self._write, machine.new_stream(rank))
 
     def _write(self):
-        self._has_begun |= self._machine.is_working(self._rank, "combine_tiles")
+        self._has_begun |= any(self._machine.is_working(self._rank, kernel) for kernel in ("combine_tiles", "await_tiles"))
         if self._left and self._has_begun and self._rng.random() < _SPEED:
             tile = self._left.pop(0)
             if tile not in self._never:
@@ -97,7 +97,7 @@ class Layer:
         if how == "bias":
             bias = np.full((self.num_tokens[rank], self.config.hidden), 0.375, self.y[rank].dtype)
             given["bias"] = self.machine.put(rank, bias)
-        return given
+        return given | {"topk": dict(reduce="topk"), "fp8": dict(compress="fp8")}.get(how, {})
 
     def expected(self, how, factor=1):
         """Return what ordinary combines give each rank, of rows times a factor."""
@@ -175,18 +175,43 @@ def test_absent_slots(num_slots, members):
         Layer(machine, buffers, 6, members=members).check("weighted")
 
 
-def test_a_tile_that_never_comes():
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        ("topk", {}),
+        pytest.param("fp8", dict(hidden=128), marks=pytest.mark.full),
+        ("weighted", dict(ranks_per_node=1)),
+        *(
+            pytest.param(how, dict(ranks_per_node=2, path=path), marks=pytest.mark.full)
+            for how, path in (("returned", "hierarchical"), ("bias", "direct"), ("topk", "direct"))
+        ),
+    ],
+)
+def test_all_words_before_an_ordinary_combine(how, settings):
+    """Where no kernel sends rows tile by tile, a kernel waits for all tiles. Rank 1 does not wait, and makes the same call."""
+    with Machine(4, 3, weak_memory=True) as machine:
+        buffers = machine.buffers(**{**SIZES, "num_experts": 8, "num_max_tokens_per_rank": 40, **settings})
+        Layer(machine, buffers, 8).check(how, ordinary=(1,))
+        assert machine.launched.count("await_tiles") == 3
+        assert "combine_tiles" not in machine.launched
+
+
+@pytest.mark.parametrize(("how", "settings"), [("", {}), ("topk", {}), ("", dict(ranks_per_node=1))])
+def test_a_tile_that_never_comes(how, settings):
     """The rank with the product says what it waited for. The sums of both ranks are NaN."""
     with Machine(2, 1) as machine:
-        buffers = machine.buffers(**{**SIZES, "num_experts": 4, "num_sms": 1})
+        buffers = machine.buffers(**{**SIZES, "num_experts": 4, "num_sms": 1, **settings})
         layer, back = Layer(machine, buffers, 7), {}
         machine.timeout_steps = 8
         for rank in range(2):
-            product = Product(machine, rank, layer.y[rank], layer.rng, never=(1,) if rank == 0 else ())
-            back[rank] = layer.combine(rank, (product.rows, product.words))
+            arrays = machine.put(rank, layer.y[rank]), None
+            if rank == 0:
+                product = Product(machine, rank, layer.y[rank], layer.rng, never=(1,))
+                arrays = product.rows, product.words
+            back[rank] = layer.combine(rank, arrays, **layer.options(rank, how))
         machine.run(most_turns=1 << 12)
         with pytest.raises(
-            EPTimeoutError, match="rank 0 waited 1 s for rank 0: the rows of its experts, whose words in y_ready"
+            EPTimeoutError, match=r"rank 0 waited 1 s for rank 0.*: the rows of its experts, whose words in y_ready"
         ) as caught:
             buffers[0].check()
         assert caught.value.phase == "the rows of its experts, whose words in y_ready are not set"
@@ -194,6 +219,42 @@ def test_a_tile_that_never_comes():
         with pytest.raises(EPTimeoutError, match="rank 1 waited 1 s for rank 0"):
             buffers[1].check()
         assert np.isnan(results(back[1])["x"].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(("how", "settings"), [("", {}), ("topk", {})])
+def test_words_that_are_cleared_and_set_again(how, settings):
+    """One array of words serves all calls of a loop."""
+    with Machine(2, 5, weak_memory=True) as machine:
+        buffers = machine.buffers(**{**SIZES, "num_experts": 4, **settings})
+        layer = Layer(machine, buffers, 9)
+        for _ in range(2):
+            layer.check(how)
+
+
+def wait_for_many_tiles(machine, seed):
+    """Launch await_tiles with more tiles than it has threads. The tiles after the first of each thread come last."""
+    runtime = machine.buffers(**{**SIZES, "num_experts": 2})[0]._backend.runtime
+    num_tiles = 600
+    words = machine.put(0, np.zeros(num_tiles, np.int32))
+    rng = np.random.default_rng(seed)
+    left = [*(256 + rng.permutation(num_tiles - 256)), *rng.permutation(256)]
+
+    def set_words():
+        assert machine.is_working(0, "await_tiles"), f"{len(left)} tiles are not written"
+        array_at(words.ptr, words.shape, "int32")[left[-64:]] = 1
+        del left[-64:]
+        return not left
+
+    runtime.launcher("await_tiles")(callers_stream(0), 1, {"tile_ready": words.ptr, "num_tiles": num_tiles})
+    machine.queue(0, set_words, machine.new_stream(0))
+    machine.run(most_turns=64)
+    assert not machine.is_working(0)
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_more_tiles_than_threads(seed):
+    with Machine(1, seed) as machine:
+        wait_for_many_tiles(machine, seed)
 
 
 # --- order_chunks ---------------------------------------------------------------------------------------------------------------------
@@ -293,6 +354,18 @@ def test_broken_kernels_fail(tmp_path, file, pattern, replacement, how):
         Layer(machine, machine.buffers(**LONG), seed, dtype="float32").check("returned")
 
     assert fails(folder, run, **how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        pytest.param(r"if \(!await_product\(.*\)\) return;", "", id="no-wait"),
+        pytest.param(r"tile \+= kLocalThreads", "tile += 1 << 20", id="some-tiles-only"),
+    ],
+)
+def test_a_wait_for_few_tiles_fails(tmp_path, pattern, replacement):
+    assert fails(broken(tmp_path, "experts/await_tiles.cu", pattern, replacement), wait_for_many_tiles, 1)
 
 
 @pytest.mark.full

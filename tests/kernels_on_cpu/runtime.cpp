@@ -69,6 +69,7 @@ struct Warp {
   int cursor = 0;  // the next lane, if it is ready
   Exchange exchange[2];
   unsigned num_syncs = 0;
+  uint64_t recent_syncs[4] = {};  // hashes of kinds and values
   int num_arrived = 0;
   const char* kind = nullptr;
   uint32_t at_barrier[16] = {};
@@ -141,14 +142,14 @@ std::map<unsigned, std::vector<std::unique_ptr<Stack[]>>> free_stacks;  // by nu
 std::map<size_t, std::vector<std::unique_ptr<char[]>>> free_shared;     // by dynamic bytes
 Registers scheduler;
 Fiber* current = nullptr;
-uint64_t now = 1, turn = 0, idle_steps = 0;
+uint64_t now = 1, turn = 0, idle_steps = 0, num_effects = 0;
 int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1, delivery_chance = 1, network_chance = 1;
 std::string error;
 bool may_start_more = false;  // since the last turn, all blocks of a grid have allowed the next grid to start
 
 bool may_freeze = true;  // not from a thaw on until a thread has an effect: otherwise something is frozen whenever all others wait
 
-void note_progress() { idle_steps = 0, may_freeze = true; }
+void note_progress() { ++num_effects, idle_steps = 0, may_freeze = true; }
 
 void add_runnable(Warp& w) {
   if (w.index >= 0) return;
@@ -346,7 +347,8 @@ Warp& choose() {
   return *runnable[rng.below(runnable.size())];
 }
 
-// Gives many steps to each lane that can run. If no step has an effect, all lanes wait for time, and this returns true.
+// Gives many steps to each lane that can run. If no step has an effect, all lanes wait for time, and this returns true. Lanes that meet
+// again and again share the steps.
 bool all_wait() {
   const std::vector<Warp*> warps = runnable;
   const int steps = most_steps, yields = most_yields;
@@ -355,14 +357,18 @@ bool all_wait() {
   bool waits = true;
   for (Warp* w : warps) {
     for (uint32_t left = w->ready; left && waits; left &= left - 1) {
+      if (!(w->ready & left & -left)) continue;  // it has met the others meanwhile
       Fiber& f = w->lanes[__builtin_ctz(left)];
       f.steps_left = kIdleSteps;
-      const uint64_t before = idle_steps;
-      const uint32_t ready = w->ready;
-      yields_left = 0;
-      if (!SAVE(scheduler)) resume(f);
-      current = nullptr, running = nullptr;
-      waits = error.empty() && idle_steps >= before + kIdleSteps && w->ready == ready;
+      const uint64_t end = idle_steps + kIdleSteps, effects = num_effects;
+      Fiber* next = &f;
+      do {
+        yields_left = 0;
+        if (!SAVE(scheduler)) resume(*next);
+        current = nullptr, running = nullptr;
+        waits = error.empty() && num_effects == effects && w->ready;
+        if (waits) next = &next_lane(*w);
+      } while (waits && idle_steps < end);
     }
     if (!waits) {
       if (!w->ready && w->index >= 0) {
@@ -483,6 +489,15 @@ void wait_for_predecessor() {
 
 void later(std::function<void()> work) { pending.push_back(std::move(work)); }
 
+// Whether the warp has just exchanged the same values.
+bool repeats(Warp& w, const Exchange& exchange) {
+  uint64_t hash = reinterpret_cast<uintptr_t>(w.kind);
+  for (uint64_t value : exchange.values) hash = Random{hash ^ value}.next();
+  const bool was_seen = std::find(std::begin(w.recent_syncs), std::end(w.recent_syncs), hash) != std::end(w.recent_syncs);
+  w.recent_syncs[w.num_syncs % 4] = hash;
+  return was_seen;
+}
+
 const Exchange& sync_warp(const char* kind, uint64_t value) {
   complete_plain_store();
   Fiber& f = *current;
@@ -496,7 +511,7 @@ const Exchange& sync_warp(const char* kind, uint64_t value) {
     w.num_arrived = 0, ++w.num_syncs;
     if (strcmp(kind, "__syncwarp") == 0) order_within_warp(&w);
     w.ready = ~0u;
-    note_progress();
+    if (!repeats(w, exchange)) note_progress();  // a warp that polls together has no effect
   } else {
     w.ready &= ~(1u << f.lane);
     yield(false);

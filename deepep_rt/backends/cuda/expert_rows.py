@@ -109,10 +109,12 @@ class ExpertRows:
         stream, handle = call.stream, inputs.handle
         routing: RowsByExpert = handle.routing
         routing.memory.add_stream(stream)
+        if inputs.y_ready is not None and handle.num_recv_rows:
+            if self._tile_sums.adds_up(inputs):
+                return self._tile_sums.add_up(inputs, routing.by_token, routing.tables, routing.memory, call)
+            self._tile_sums.await_all(inputs, call)
         if inputs.reduce == "topk":
             return self._choice_sums.add_up(inputs, routing.by_token, routing.tables, call)
-        if inputs.y_ready is not None and handle.num_recv_rows:
-            return self._tile_sums.add_up(inputs, routing.by_token, routing.tables, routing.memory, call)
         order, num_topk = self._runtime.order, self._config.num_topk
         order.enqueue_waits(call)
         x, weights = self._runtime.on_device(stream, inputs.x, inputs.topk_weights)

@@ -2,6 +2,9 @@
 
 One kernel waits for the word of each tile, adds up this rank's rows of a token, and sends the sum. The sums have the bits of an ordinary
 combine. Other ranks may make ordinary combines in the same call.
+
+There is no such kernel for several nodes, for compressed rows and for a row of each choice. A kernel then waits for all words, and an
+ordinary combine follows.
 """
 
 from __future__ import annotations
@@ -23,9 +26,25 @@ class TileSums:
     """Combines of rows by expert whose tiles are written meanwhile."""
 
     _kernel = "combine_tiles"
+    _kernel_for_all = "await_tiles"
 
     def __init__(self, runtime: CudaRuntime, by_token: RowMover, memory: CallMemory) -> None:
         self._runtime, self._by_token, self._memory = runtime, by_token, memory
+
+    def adds_up(self, inputs: CombineInputs) -> bool:
+        """Return whether there is a kernel whose rows leave tile by tile."""
+        return not self._runtime.config.has_network and inputs.reduce == "rank" and inputs.compress is None
+
+    def await_all(self, inputs: CombineInputs, call: Call) -> None:
+        """Queue a kernel that waits for the words of all tiles. The kernels of an ordinary combine follow."""
+        runtime = self._runtime
+        self._by_token.check_support()
+        launch = runtime.launcher(self._kernel_for_all)
+        runtime.page.waits_for_tiles = True
+        runtime.order.enqueue_waits(call)
+        (words,) = runtime.on_device(call.stream, inputs.y_ready)
+        launch(call.stream, 1, {"tile_ready": words.ptr, "num_tiles": words.shape[0]})
+        runtime.order.record_end(call, words, (), inputs.y_ready)
 
     def add_up(
         self, inputs: CombineInputs, handle: DispatchHandle, tables: dict[str, int], tables_owner: Any, call: Call
