@@ -17,7 +17,7 @@ from .._finalizers import finalize
 from ..kernels.regions import align_up
 from . import driver
 from .captured_graph import CapturedGraph
-from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker, is_only_on, unfinished
+from .stream_tracking import Allocation, PendingWork, Streams, StreamTracker, has_no_event, is_only_on, unfinished
 
 
 class Block(Allocation):
@@ -126,6 +126,11 @@ class Pool:
         if begin is None:
             return None
         pending = self._take(begin, begin + num_bytes)
+        if has_no_event(
+            pending, stream
+        ):  # so has other memory, and later calls must not wait for what its stream gets from now on
+            works = self._tracker.with_late_events([pending, *(work for _, work in self._used)], stream)
+            pending, self._used = works[0], [(extent, work) for (extent, _), work in zip(self._used, works[1:], strict=True)]
         return Block(self, begin, num_bytes, self._tracker.order_after(pending, stream), stream, reader)
 
     def _take(self, begin: int, end: int) -> PendingWork:

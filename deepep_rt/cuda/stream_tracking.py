@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._finalizers import finalize
@@ -106,6 +106,22 @@ class StreamTracker:
         with self.context:
             return (*older, *with_events((stream, None) for stream in streams))
 
+    def with_late_events(self, works: Sequence[PendingWork], stream: int) -> Sequence[PendingWork]:
+        """Return pending work with an event in each place of None, one for each stream. Captures of `stream` leave it as it is."""
+        recorded: dict[int, PendingWork] = {}
+
+        def entry_of(other: int, event: driver.CudaEvent | None) -> PendingWork:
+            if event is not None:
+                return ((other, event),)
+            if other not in recorded:
+                recorded[other] = _record_event(other)
+            return recorded[other]
+
+        with self.context:
+            if driver.is_capturing(stream):
+                return works
+            return [tuple(entry for one in work for entry in entry_of(*one)) for work in works]
+
     def order_after(self, pending: PendingWork, stream: int) -> PendingWork:
         """Order later work on `stream` after pending work. Return the part that the next user still has to wait for.
 
@@ -131,6 +147,14 @@ def is_only_on(pending: PendingWork, stream: int, another: int | None = None) ->
         if other != stream and other != another:  # faster than a tuple
             return False
     return True
+
+
+def has_no_event(pending: PendingWork, stream: int) -> bool:
+    """Return whether another stream has pending work without an event."""
+    for other, event in pending:  # noqa: SIM110  # as in is_only_on
+        if event is None and other != stream:
+            return True
+    return False
 
 
 def is_done(pending: PendingWork, stream: int) -> bool:

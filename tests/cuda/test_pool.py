@@ -117,6 +117,18 @@ def test_a_block_over_several_others_waits_for_all_their_streams(fake: FakeDrive
     del both, rest
 
 
+def test_all_memory_of_a_single_stream_gets_an_event_when_another_stream_comes(fake: FakeDriver) -> None:
+    """Such memory has no events before. An event for each later allocation would make it wait for what the stream got meanwhile."""
+    pool = Pool(0, 768)
+    held = [pool.allocate(256, 1) for _ in range(3)]
+    held.clear()
+    fake.work(1)
+    held = [pool.allocate(256, 9)]
+    fake.work(1)
+    held += [pool.allocate(256, 9), pool.allocate(256, 8)]
+    assert fake.waits == [(9, 1, 1), (9, 1, 1), (8, 1, 1)]
+
+
 def test_the_rest_of_a_released_block_keeps_its_pending_work(fake: FakeDriver) -> None:
     pool = Pool(0, 1024)
     held = [pool.allocate(512, stream) for stream in (1, 2)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import ml_dtypes  # noqa: F401  (dtypes for NumPy)
 import numpy as np
 import pytest
 
 from deepep_rt import EPTimeoutError
+from deepep_rt.cuda import driver
 from deepep_rt.jit.launch import launch_local
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.device_arrays import array_at, callers_stream
@@ -29,20 +31,20 @@ _SPEED = 1 / 16
 
 
 class Product:
-    """Work on a stream of its own that writes the rows of each tile, and then sets its word. It begins together with the combine, and
-    tiles come slowly, in about ascending order.
+    """Work that writes the rows of each tile, and then sets its word. It begins together with the combine, and tiles come slowly, in
+    about ascending order. It is on a stream of its own, unless there is another one.
 
-    Before, the rows are NaN. Tiles of `never` get neither rows nor words.
+    Before, the rows are NaN. Tiles of `never` get neither rows nor words. With `begins`, it begins before the combine.
     """
 
-    def __init__(self, machine, rank, y, rng, never=()):
+    def __init__(self, machine, rank, y, rng, never=(), stream=None, begins=False):
         num_tiles = -(-len(y) // TILE_ROWS)
-        self._machine, self._rank, self._has_begun = machine, rank, False
+        self._machine, self._rank, self._has_begun = machine, rank, begins
         self._y, self._never, self._rng = y, set(never), rng
         self.rows = machine.put(rank, np.full(y.shape, np.nan, y.dtype))
         self.words = machine.put(rank, np.zeros(num_tiles, np.int32))
         self._left = list(np.argsort(np.arange(num_tiles) + rng.uniform(0, 3, num_tiles)))
-        machine.queue(rank, self._write, machine.new_stream(rank))
+        machine.queue(rank, self._write, machine.new_stream(rank) if stream is None else stream)
 
     def _write(self):
         self._has_begun |= any(self._machine.is_working(self._rank, kernel) for kernel in ("combine_tiles", "await_tiles"))
@@ -60,6 +62,7 @@ class Layer:
 
     def __init__(self, machine, buffers, seed, *, dtype="bfloat16", worst=None, members=None):
         self.machine, self.buffers, self.rng = machine, buffers, np.random.default_rng(seed)
+        machine.timeout_steps = 100  # the clock passes while all kernels wait for a product
         self.members = range(len(buffers)) if members is None else members
         inputs = inputs_of(self.config, seed)
 
@@ -229,6 +232,36 @@ def test_words_that_are_cleared_and_set_again(how, settings):
         layer = Layer(machine, buffers, 9)
         for _ in range(2):
             layer.check(how)
+
+
+@pytest.mark.parametrize("how", ["weighted", pytest.param("topk", marks=pytest.mark.full)])
+def test_a_product_on_the_stream_of_the_caller(how):
+    """The combine runs on the Buffer's own stream beside a product that is queued before it, as the documentation says.
+
+    While all calls are on one stream, events are recorded late. So the first such call waits for the product, and the first one that gets
+    used memory. From the third one on, a product may wait for the combine to begin.
+    """
+
+    def run(machine, buffers, step):
+        layer = Layer(machine, buffers, 20 + step)
+        want, back = layer.expected(how), {}
+        gc.collect()  # memory of a result that goes behind the product would make the next call wait for the product
+        for rank in range(2):
+            stream = callers_stream(rank)
+            cleared = driver.CudaEvent(stream)
+            product = Product(machine, rank, layer.y[rank], layer.rng, stream=stream, begins=step < 2)
+            options = dict(async_finish=True, previous_event=cleared.handle, **layer.options(rank, how))
+            back[rank] = layer.combine(rank, (product.rows, product.words), **options)
+            back[rank].event.wait()
+        machine.run(most_turns=64)
+        for rank, found in back.items():
+            buffers[rank].check()
+            assert_same(results(found)["x"], want[rank]["x"])
+
+    with Machine(2, 6, weak_memory=True) as machine:
+        buffers = machine.buffers(**{**SIZES, "num_experts": 4})
+        for step in range(4):
+            run(machine, buffers, step)
 
 
 def wait_for_many_tiles(machine, seed):
