@@ -226,10 +226,10 @@ __device__ inline void receive(const Params& p, u32 epoch, Shared& shared) {
   if (kWarps - 1 - warp_idx() < kNumRanks) receive_rows(p, epoch, kWarps - 1 - warp_idx(), shared);
   for (int e = threadIdx.x; e < kNumLocalExperts; e += kRouteThreads) {
     int sum = 0;
-    if (!shared.differs)
-      sum_words<kNumRanks>(
-          p, epoch, kPhaseRoute, kNumRanks, true, [&](int s) { return message_at(p, epoch, p.rank, s)->num_choices + e; }, sum);
-    count_expert(p, e, sum);
+    const bool all = !shared.differs && sum_words<kNumRanks>(
+                                            p, epoch, kPhaseRoute, kNumRanks, true,
+                                            [&](int s) { return message_at(p, epoch, p.rank, s)->num_choices + e; }, sum);
+    count_expert(p, e, all ? sum : 0);
     at<i32>(p.handle, kHandleNumRecvPerExpert)[e] = (sum + p.expert_alignment - 1) / p.expert_alignment * p.expert_alignment;
   }
   __syncthreads();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from deepep_rt.kernels import nodes_layout
 from deepep_rt.statistics import CALL_KINDS
 from tests.kernels_on_cpu import compiler
 from tests.kernels_on_cpu.machine import Machine
-from tests.kernels_on_cpu.rounds import LOW_LATENCY, THROUGHPUT, LowLatencyRound, ThroughputRound, inputs_of
+from tests.kernels_on_cpu.rounds import LOW_LATENCY, THROUGHPUT, LowLatencyRound, ThroughputRound, broken, inputs_of
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C++ compiler (g++ or clang++) is installed")
 
@@ -73,6 +74,23 @@ def test_dropped_rows_are_not_received() -> None:
         assert sum(c.dispatch.rows_sent for c in counted) == 9
         assert [c.combine.rows_sent for c in counted] == [3, 3, 3]
         assert sum(c.combine.rows_received for c in counted) == 9
+
+
+def test_a_call_without_the_counts_of_a_rank_counts_no_choices(tmp_path: Path) -> None:
+    """Rank 1 begins its third call and says no more. What it said in its first call lies in the same memory."""
+    folder = broken(
+        tmp_path, "throughput/route.cu", r" send\(p, epoch, shared\);", " if (epoch < 3 || p.rank == 0) send(p, epoch, shared);"
+    )
+    with Machine(2, 5, cuda_src=folder) as machine:
+        buffers = machine.buffers(**{**BOTH, "num_experts": 4}, statistics=True)
+        inputs = inputs_of(buffers[0].config, 3)
+        for _ in range(3):
+            for rank, buffer in enumerate(buffers):
+                put = [machine.put(rank, array) for array in (inputs[rank].x, inputs[rank].topk_idx)]
+                buffer.dispatch(*put, num_worst_tokens=buffer.config.num_max_recv_tokens)
+            machine.run()
+        for rank, buffer in enumerate(buffers):
+            assert list(buffer.statistics().rows_by_expert) == [2 * n for n in choices_of(inputs, buffer.config, rank)]
 
 
 @pytest.mark.parametrize("nodes", [{}, dict(ranks_per_node=1), dict(ranks_per_node=1, path="direct")])

@@ -300,9 +300,12 @@ class RowMover(ABC):
         return combine_views(self._runtime, x, handle.num_tokens, *shown, owner, stream)
 
     def combine_launch(
-        self, inputs: CombineInputs, arrays: Sequence[Any], out: int, out_weights: int
+        self, inputs: CombineInputs, arrays: Sequence[Any], out: int, out_weights: int, kernel: str = ""
     ) -> tuple[Launcher, dict[str, Any]]:
-        """Return the combine kernel and its Params, from the rows, the weights and the biases on the GPU, and the addresses of the sums."""
+        """Return the combine kernel and its Params, from the rows, the weights and the biases on the GPU, and the addresses of the sums.
+
+        `kernel` is one that sends rows in the same form. The caller adds what else it needs.
+        """
         x, weights, *biases = arrays
         handle = inputs.handle
         params = {
@@ -315,7 +318,7 @@ class RowMover(ABC):
             "out": out,
             "out_topk_weights": out_weights if weights is not None else 0,
         }
-        kernel, sent_bytes = self._combine_kernel, x.row_bytes
+        kernel, sent_bytes = kernel or self._combine_kernel, x.row_bytes
         if inputs.compress:
             kernel, sent_bytes = f"{kernel}_{inputs.compress}", compressed_row_bytes(self._config.hidden, inputs.compress)
         self._add_combine_params(params, x.row_bytes, sent_bytes, handle.num_recv_rows, pack(inputs.signature))

@@ -52,7 +52,7 @@ class TileSums:
         """Queue a combine. Return the function that makes its results. `handle` is that of the rows by token."""
         runtime, stream = self._runtime, call.stream
         self._by_token.check_support()
-        launch = runtime.launcher(self._kernel, inputs.x.dtype)
+        runtime.launcher(self._kernel, inputs.x.dtype)  # without the kernel, this raises before anything is queued
         load_local("order_chunks")
         runtime.page.waits_for_tiles = True
         runtime.order.enqueue_waits(call)
@@ -67,7 +67,7 @@ class TileSums:
         out, out_weights = owner.ptr + parts.offsets["x"], owner.ptr + parts.offsets["topk_weights"]
         self._queue_order(handle, tables, order.ptr, x.row_bytes, x.shape[0], stream)
         by_token = replace(inputs, handle=handle, topk_weights=returned, y_ready=None)
-        _, params = self._by_token.combine_launch(by_token, (x, returned, *biases), out, out_weights)
+        launch, params = self._by_token.combine_launch(by_token, (x, returned, *biases), out, out_weights, self._kernel)
         params["positions"], params["expert_weights"] = tables["positions"], address_of(weights)
         params["order"], params["tile_ready"], params["tile_rows"] = order.ptr, words.ptr, inputs.handle.tile_rows
         launch(stream, self._by_token.num_sms, params)
