@@ -6,6 +6,7 @@ has to run the backward pass, with the same calls.
 """
 
 from .autograd import Dispatched, combine, dispatch
+from .expert_mlp import expert_mlp
 from .grouped import grouped_mlp, grouped_product
 from .handles import Handle, TracedHandle
 from .low_latency import LowLatencyDispatched, LowLatencyHandle, low_latency_combine, low_latency_dispatch
@@ -16,6 +17,7 @@ __all__ = [
     "combine",
     "low_latency_dispatch",
     "low_latency_combine",
+    "expert_mlp",
     "grouped_mlp",
     "grouped_product",
     "Dispatched",

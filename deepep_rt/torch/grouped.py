@@ -46,9 +46,13 @@ def grouped_product(sent: DispatchResult, weight: torch.Tensor, *, weight_scales
         >>> with torch.no_grad():
         ...     y = grouped_product(sent, experts)
     """
-    x = sent.recv_x
-    scales = _check(sent, x, weight, weight_scales)
-    tile_rows = sent.handle.tile_rows
+    scales = _check(sent, sent.recv_x, weight, weight_scales)
+    return product_of_rows(sent, weight, scales)
+
+
+def product_of_rows(sent: DispatchResult, weight: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """Return what `grouped_product` does, for checked arguments. `scales` are those of FP8 rows and weights."""
+    x, tile_rows = sent.recv_x, sent.handle.tile_rows
     if not _has_kernel(x, weight, tile_rows):
         sent.event.wait()
         return _after_the_dispatch(sent, x, weight, scales)
@@ -111,7 +115,7 @@ def grouped_mlp(
         raise EPInputError(
             f"w2.shape={list(w2.shape)}; expected [{w1.shape[0]}, {inner.shape[1]}, hidden], by what activation returns. Pass such weights"
         )
-    return _grouped_mm(inner, w2, sent.expert_offsets[1:])
+    return grouped_mm(inner, w2, sent.expert_offsets[1:])
 
 
 def _check(
@@ -164,7 +168,7 @@ def _has_kernel(x: torch.Tensor, weight: torch.Tensor, tile_rows: int) -> bool:
     """Return whether tile_product has a kernel for these shapes."""
     if not (x.is_cuda and tile_rows and x.shape[0] and x.shape[0] % tile_rows == 0):
         return False
-    if x.shape[1] % _GROUP or weight.shape[2] % _GROUP:
+    if x.dtype not in (torch.bfloat16, *_FP8) or x.shape[1] % _GROUP or weight.shape[2] % _GROUP:
         return False
     if x.dtype in _FP8 and torch.cuda.get_device_capability(x.device) < (8, 9):
         return False
@@ -183,17 +187,35 @@ def _after_the_dispatch(
         x = (x.float().view(len(x), -1, _GROUP) * x_scales.unsqueeze(2)).view(x.shape).bfloat16()
         blocks = weight_scales.transpose(1, 2).repeat_interleave(_GROUP, 1).repeat_interleave(_GROUP, 2)
         weight = (weight.float() * blocks).bfloat16()
-    return _grouped_mm(x, weight, sent.expert_offsets[1:])
+    return grouped_mm(x, weight, sent.expert_offsets[1:])
 
 
-def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each expert by its matrix. Rows past the last end are undefined."""
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows of each expert by its matrix, `[experts, columns of x, n]`. Rows past the last end are undefined."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # its name before PyTorch 2.10
-        return grouped_mm(x, weight, offs=ends)
+        return _of_pytorch()(x, weight, offs=ends)
     out = x.new_zeros((x.shape[0], weight.shape[2]))
-    begin = 0
-    for expert, end in enumerate(ends.tolist()):
+    for expert, begin, end in _experts(ends):
         out[begin:end] = x[begin:end] @ weight[expert]
-        begin = end
     return out
+
+
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return `x[rows].T @ y[rows]` for the rows of each expert, `[experts, columns of x, columns of y]`: the gradient of a matrix."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return _of_pytorch()(x.t(), y, offs=ends)
+    out = x.new_zeros((len(ends), x.shape[1], y.shape[1]))
+    for expert, begin, end in _experts(ends):
+        out[expert] = x[begin:end].t() @ y[begin:end]
+    return out
+
+
+def _of_pytorch() -> Any:
+    """Return PyTorch's grouped product."""
+    return getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # its name before PyTorch 2.10
+
+
+def _experts(ends: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return each expert, its first row and its end."""
+    bounds = [0, *ends.tolist()]
+    return [(expert, bounds[expert], bounds[expert + 1]) for expert in range(len(bounds) - 1)]

@@ -5,15 +5,19 @@ mpirun -n 2 python tests/programs/torch_grouped.py
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from spmd import main, raises
-from torch_layers import EACH, HIDDEN, buffer_for, device, tokens_of_all
+from torch.utils.checkpoint import checkpoint
+from torch_layers import BOUND, EACH, HIDDEN, buffer_for, close, device, tokens_of_all
 
 from deepep_rt import EPInputError
-from deepep_rt.torch import grouped_mlp, grouped_product
+from deepep_rt.torch import expert_mlp, grouped_mlp, grouped_product
 from deepep_rt.torch.grouped import swiglu
 
 INNER = 128
@@ -98,6 +102,100 @@ def check_ranks_without_tokens(comm: MPI.Intracomm) -> None:
         sent.event.wait()
         assert len(y) == (64 if comm.Get_rank() == 0 else 0)
         assert buffer.combine(y, sent.handle).x.shape == (num_tokens, HIDDEN)
+
+
+def _dense(tokens: list[Any], w1: torch.Tensor, w2: torch.Tensor) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor]:
+    """Return output, gradient of x and of the weights for each rank, and the gradients of all matrices, in float64."""
+    leaves = [[t.double().requires_grad_() for t in (of.x, of.weights)] for of in tokens]
+    w1, w2 = (w.double().cpu().requires_grad_() for w in (w1, w2))
+    outs = []
+    for of, (x, weights) in zip(tokens, leaves, strict=True):
+        each = torch.stack([swiglu(x @ a) @ b for a, b in zip(w1, w2, strict=True)], 1)  # [tokens, experts, hidden]
+        gain = torch.zeros(len(x), len(w1), dtype=torch.float64)
+        gain = gain.scatter_add(1, of.idx.clamp_min(0), weights * (of.idx >= 0))
+        outs.append((each * gain[:, :, None]).sum(1))
+    sum((out * of.seed_grad).sum() for out, of in zip(outs, tokens, strict=True)).backward()
+    return [[out.detach(), x.grad, w.grad] for out, (x, w) in zip(outs, leaves, strict=True)], w1.grad, w2.grad
+
+
+def _check_expert_mlp(comm: MPI.Intracomm, dtype: torch.dtype, bound: float, wrap: Callable[..., Any], **how: Any) -> None:
+    """Compare a layer and all of its gradients with the same layer on one rank."""
+    rank, some = comm.Get_rank(), dict(how.pop("tokens", {}))
+    tokens = tokens_of_all(comm, 6, **some)
+    for of in tokens:
+        of.x, of.seed_grad = of.x.to(dtype).float(), of.seed_grad.to(dtype).float()
+    w1, w2 = (
+        torch.from_numpy(np.random.default_rng(seed).standard_normal((EACH * comm.Get_size(), *shape), np.float32) / shape[0] ** 0.5)
+        .to(dtype)
+        .to(device())
+        for seed, shape in enumerate(((HIDDEN, 2 * INNER), (INNER, HIDDEN)))
+    )  # fmt: skip
+    of_ranks, grad_w1, grad_w2 = _dense(tokens, w1, w2)
+    own = slice(EACH * rank, EACH * (rank + 1))
+    mine1, mine2 = (w[own].clone().requires_grad_() for w in (w1, w2))
+    with buffer_for(comm, dtype=str(dtype).removeprefix("torch.")) as buffer:
+        x, idx, weights = tokens[rank].leaves(dtype)
+        out = wrap(lambda *leaves: expert_mlp(buffer, leaves[0], idx, *leaves[1:], **how), x, weights, mine1, mine2)
+        (out * tokens[rank].seed_grad.to(out.device)).sum().backward()
+        wanted = [*of_ranks[rank], grad_w1[own], grad_w2[own]]
+        for name, got, want in zip(
+            ("output", "x", "weights", "w1", "w2"), (out, x.grad, weights.grad, mine1.grad, mine2.grad), wanted, strict=True
+        ):
+            assert got.dtype == (torch.float32 if name == "weights" else dtype), name
+            close(got, want, bound, f"{how} {some}: {name}")
+
+
+def _as_it_is(layer: Callable[..., Any], *leaves: Any) -> Any:
+    return layer(*leaves)
+
+
+def check_gradients_of_expert_mlp(comm: MPI.Intracomm) -> None:
+    """With signals and without, in each dtype, for ranks and experts without tokens, with room for the most rows, and in a checkpoint."""
+    first = EACH if comm.Get_size() > 1 else 0
+    for dtype, bound in ((torch.float32, BOUND), (torch.float16, 1e-2), (torch.bfloat16, 3e-2)):
+        for signals in (False, True):
+            _check_expert_mlp(comm, dtype, bound, _as_it_is, signals=signals)
+    worst = 128 * EACH + 128 * comm.Get_size()
+    for tokens in (dict(counts=lambda rank: 0 if rank == 0 else 6), dict(first=first), dict(skip=1.0)):
+        _check_expert_mlp(comm, torch.float32, BOUND, _as_it_is, tokens=tokens, num_worst_tokens=worst, signals=True)
+        _check_expert_mlp(comm, torch.float32, BOUND, _as_it_is, tokens=tokens)
+    for reentrant in (False, True):
+        again = functools.partial(checkpoint, use_reentrant=reentrant)
+        _check_expert_mlp(comm, torch.float32, BOUND, again)
+
+
+def check_an_expert_mlp_whose_ranks_need_other_gradients(comm: MPI.Intracomm) -> None:
+    """Rank 0 needs no gradient at all. Others need those of the tokens, or of a matrix."""
+    with buffer_for(comm, dtype="bfloat16") as buffer:
+        x, idx, weights = tokens_of_all(comm, 7)[comm.Get_rank()].leaves(torch.bfloat16)
+        leaves = [x.detach(), weights.detach(), _weights(comm, HIDDEN, 2 * INNER), _weights(comm, INNER, HIDDEN, seed=1)]
+        for step in range(5):
+            wants = (comm.Get_rank() + step) % 5
+            given = [leaf.clone().requires_grad_(wants == number + 1) for number, leaf in enumerate(leaves)]
+            expert_mlp(buffer, given[0], idx, *given[1:]).float().sum().backward()
+            assert [leaf.grad is not None for leaf in given] == [wants == number + 1 for number in range(4)]
+        with torch.no_grad():
+            assert not expert_mlp(buffer, given[0], idx, *given[1:]).requires_grad
+
+
+def check_errors_of_expert_mlp(comm: MPI.Intracomm) -> None:
+    w1, w2 = _weights(comm, HIDDEN, 2 * INNER), _weights(comm, INNER, HIDDEN, seed=1)
+    with buffer_for(comm, dtype="bfloat16") as buffer:
+        x, idx, weights = (t.detach() for t in tokens_of_all(comm, 8)[comm.Get_rank()].leaves(torch.bfloat16))
+        good: dict[str, Any] = dict(x=x, topk_idx=idx, topk_weights=weights, w1=w1, w2=w2)
+        wrong = {
+            "w1.shape": dict(w1=w1[:, :64]),
+            "w2.shape": dict(w2=w2.float()),
+            "activation makes": dict(activation=torch.nn.functional.silu),
+            "x.dtype": dict(x=idx),
+            "topk_weights": dict(topk_weights=None),
+            "signals=": dict(signals="yes"),
+            "activation=": dict(activation="silu"),
+        }
+        for text, change in wrong.items():
+            with raises(EPInputError, text):
+                expert_mlp(buffer, **{**good, **change})
+        assert expert_mlp(buffer, **good).shape == x.shape
 
 
 def check_errors(comm: MPI.Intracomm) -> None:

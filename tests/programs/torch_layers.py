@@ -126,7 +126,11 @@ def buffer_for(comm: MPI.Intracomm, **settings: Any) -> Iterator[Buffer]:
         def poisoned(*args: Any, **options: Any) -> DispatchResult:
             sent = plain(*args, **options)
             if not options.get("zero_padding"):
-                sent.recv_x.view(torch.uint8)[int(sent.num_recv_tokens) :] = 0xFF  # NaN, also in FP8
+                sent.event.wait()
+                is_padding = torch.arange(len(sent.recv_x), device=device()) >= sent.num_recv_tokens
+                if sent.recv_expert_idx is not None:
+                    is_padding |= sent.recv_expert_idx < 0
+                sent.recv_x.view(torch.uint8)[is_padding] = 0xFF  # NaN, also in FP8
             return sent
 
         buffer.dispatch = poisoned

@@ -1,0 +1,162 @@
+"""The experts of a layer from tokens to tokens, with gradients: dispatch, two grouped products and combine.
+
+The backward pass has the same parts in the same order: a dispatch of the gradient along the routing, two products, and a combine. The
+gradients of the weights need nothing of other ranks after the dispatch, so they are computed while the combine moves rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .._checks import argument_error, flag
+from ..buffer import Buffer, check_buffer
+from ..errors import EPInputError
+from .arguments import check_tensor
+from .calls import backward_of, numbered
+from .grouped import grouped_mm, grouped_outer, product_of_rows, swiglu
+from .handles import TIE
+from .tensor_ops import FLOATS, aligned
+
+_ALIGNMENT = 128  # rows of an expert begin at a tile of the products
+
+
+def expert_mlp(
+    buffer: Buffer,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    activation: Callable[[torch.Tensor], torch.Tensor] = swiglu,
+    num_worst_tokens: int | None = None,
+    signals: bool = False,
+) -> torch.Tensor:
+    """Return for each token the weighted sum of its experts, `activation(x @ w1[e]) @ w2[e]`, wherever they live. Differentiable.
+
+    The backward pass adds up gradients as that of `dispatch` does. It computes the gradients of the weights while the gradients of the
+    tokens travel back. There are no second derivatives. All ranks run the backward pass, or none. Inside `torch.compile` the call breaks
+    the graph.
+
+    Args:
+        buffer: The Buffer. The backward pass needs it, and has to run before `destroy`.
+        x: `[num_tokens, hidden]` bfloat16, float16 or float32. Products are fastest in bfloat16.
+        topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips.
+        topk_weights: `[num_tokens, num_topk]` float32.
+        w1: `[num_local_experts, hidden, n]`, dtype of `x`.
+        w2: `[num_local_experts, m, hidden]`, dtype of `x`. `m` is the width of what `activation` returns, with `swiglu` `n // 2`.
+        activation: From `[rows, n]` to `[rows, m]`, row by row, with gradients of PyTorch. It has no parameters. The backward pass calls it
+            again. Rows of zeros become finite rows.
+        num_worst_tokens: As in `Buffer.dispatch`, with `layout="expert"`: rows, with their padding.
+        signals: As in `Buffer.dispatch`: the first product of each pass starts while its rows arrive.
+
+    Returns:
+        `[num_tokens, hidden]`, dtype of `x`.
+
+    Raises:
+        EPInputError: If an argument is wrong. No kernel was launched.
+        EPOutOfMemoryError: As in `Buffer.dispatch`.
+        EPTimeoutError: As in `Buffer.dispatch`, also in the backward pass.
+        EPDestroyedError: After `destroy()`, also in the backward pass.
+
+    Example:
+        >>> out = expert_mlp(buffer, x, topk_idx, topk_weights, w1, w2)
+        >>> (x + out).square().mean().backward()
+    """
+    check_buffer(buffer)
+    if not callable(activation):
+        raise argument_error(activation, "activation", "a function of rows", "Pass one.")
+    given = (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights), ("w1", w1), ("w2", w2))
+    for name, tensor in given:
+        check_tensor(tensor, name, required=True)
+    _check(buffer, x, w1, w2, activation)
+    options = dict(num_worst_tokens=num_worst_tokens, signals=flag(signals, "signals"))
+    return _ExpertMlp.apply(x, topk_weights, w1, w2, TIE, topk_idx, buffer, activation, options)
+
+
+def _check(
+    buffer: Buffer, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Check the arguments that no call of the Buffer checks. A later error would leave the other ranks waiting."""
+    experts, hidden = buffer.config.num_local_experts, buffer.config.hidden
+    if x.dtype not in FLOATS:
+        raise EPInputError(f"x.dtype={x.dtype}; expected {' or '.join(FLOATS.values())}. Convert x")
+    for weight, name, wanted, fits in (
+        (w1, "w1", f"[{experts}, {hidden}, n]", w1.dim() == 3 and w1.shape[:2] == (experts, hidden)),
+        (w2, "w2", f"[{experts}, m, {hidden}]", w2.dim() == 3 and w2.shape[::2] == (experts, hidden)),
+    ):
+        if not fits or weight.dtype != x.dtype or weight.device != x.device:
+            raise EPInputError(
+                f"{name}.shape={list(weight.shape)}, dtype={weight.dtype}, on {weight.device}; expected {wanted} of {x.dtype} on "
+                f"{x.device}: a matrix for each local expert. Pass such weights"
+            )
+    with torch.no_grad():
+        inner = activation(x.new_zeros((1, w1.shape[2])))
+    if inner.shape != (1, w2.shape[1]) or inner.dtype != x.dtype:
+        raise EPInputError(
+            f"activation makes {list(inner.shape)} {inner.dtype} of a row of w1.shape={list(w1.shape)}; expected {[1, w2.shape[1]]} "
+            f"{x.dtype}, by w2.shape={list(w2.shape)}. Pass weights that fit"
+        )
+
+
+class _ExpertMlp(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """The layer of `(x, topk_weights, w1, w2)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Any,
+        topk_weights: Any,
+        w1: Any,
+        w2: Any,
+        tie: Any,
+        topk_idx: Any,
+        buffer: Buffer,
+        activation: Callable[[Any], Any],
+        options: dict[str, Any],
+    ) -> Any:
+        how: dict[str, Any] = dict(layout="expert", expert_alignment=_ALIGNMENT, zero_padding=True, **options)
+        with numbered(buffer, "dispatch") as dispatched:
+            sent = buffer.dispatch(aligned(x), topk_idx, topk_weights, **how)
+        before = product_of_rows(sent, w1, None)
+        sent.event.wait()
+        ends = sent.expert_offsets[1:]
+        y = grouped_mm(activation(before), w2, ends)
+        with numbered(buffer, "combine") as combined:
+            out = buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True).x
+        ctx.buffer, ctx.activation, ctx.handle, ctx.signals = buffer, activation, sent.handle, options["signals"]
+        ctx.numbers = dispatched, combined
+        saved_x = sent.recv_x if ctx.needs_input_grad[2] else None
+        ctx.save_for_backward(saved_x, before, sent.recv_topk_weights, ends, w1, w2)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any) -> tuple:
+        x, before, weights, ends, w1, w2 = ctx.saved_tensors
+        _, _, needs_w1, needs_w2, *_ = ctx.needs_input_grad
+        buffer, (dispatched, combined) = ctx.buffer, ctx.numbers
+        with backward_of(buffer, "combine", combined):
+            sent = buffer.dispatch(aligned(grad), handle=ctx.handle, zero_padding=True, signals=ctx.signals)
+        grad_inner = product_of_rows(
+            sent, w2.transpose(1, 2), None
+        ).float()  # not weighted yet: weights may come later than a tile
+        sent.event.wait()
+        with torch.enable_grad():
+            before = before.detach().requires_grad_()
+            inner = ctx.activation(before)
+        grad_weights = (grad_inner * inner.detach()).sum(1)  # those of padding do not return
+        (grad_before,) = torch.autograd.grad(inner, before, (grad_inner * weights[:, None]).to(inner.dtype))
+        rows = grouped_mm(grad_before, w1.transpose(1, 2), ends)
+        with backward_of(buffer, "dispatch", dispatched):
+            # On a stream of its own, and the products below run meanwhile.
+            back = buffer.combine(rows, ctx.handle, topk_weights=grad_weights, async_finish=True)
+        grad_w1 = grouped_outer(x, grad_before, ends) if needs_w1 else None
+        weighted = (inner.detach() * weights[:, None]).to(inner.dtype)
+        grad_w2 = grouped_outer(weighted, sent.recv_x, ends) if needs_w2 else None
+        back.event.wait()
+        return back.x, back.topk_weights, grad_w1, grad_w2, *[None] * 5
