@@ -155,7 +155,8 @@ class Bench:
             if doublings == _DOUBLINGS:
                 units = [load.units for load in loads if load.units]
                 raise EPConfigError(
-                    f"while loads ran with {units} units, no unit of another began and ended; expected one. Pass a larger --window-ms"
+                    f"loads ran with {units} units, and no unit of one of them began and ended while all ran; expected one. "
+                    f"Pass a larger --window-ms"
                 )
             doublings += 1
             for load in loads:

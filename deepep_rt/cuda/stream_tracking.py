@@ -108,6 +108,7 @@ class StreamTracker:
 
     def with_late_events(self, works: Sequence[PendingWork], stream: int) -> Sequence[PendingWork]:
         """Return pending work with an event in each place of None, one for each stream. Captures of `stream` leave it as it is."""
+        self._run_length = 0  # there is another stream now, whose allocations may live long
         recorded: dict[int, PendingWork] = {}
 
         def entry_of(other: int, event: driver.CudaEvent | None) -> PendingWork:

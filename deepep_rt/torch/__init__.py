@@ -6,10 +6,10 @@ has to run the backward pass, with the same calls.
 """
 
 from .autograd import Dispatched, combine, dispatch
-from .expert_mlp import expert_mlp
 from .grouped import grouped_mlp, grouped_product
 from .handles import Handle, TracedHandle
 from .low_latency import LowLatencyDispatched, LowLatencyHandle, low_latency_combine, low_latency_dispatch
+from .mlp import expert_mlp
 from .process_group import communicator
 
 __all__ = [

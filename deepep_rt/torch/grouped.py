@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..errors import EPInputError
+from .tensor_ops import aligned
 
 if TYPE_CHECKING:
     from ..results import DispatchResult
@@ -193,7 +194,9 @@ def _after_the_dispatch(
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert by its matrix, `[experts, columns of x, n]`. Rows past the last end are undefined."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        return _of_pytorch()(x, weight, offs=ends)
+        if 1 not in weight.stride()[1:]:
+            weight = weight.contiguous()
+        return _of_pytorch()(aligned(x), weight, offs=ends)
     out = x.new_zeros((x.shape[0], weight.shape[2]))
     for expert, begin, end in _experts(ends):
         out[begin:end] = x[begin:end] @ weight[expert]
@@ -203,7 +206,7 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> tor
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Return `x[rows].T @ y[rows]` for the rows of each expert, `[experts, columns of x, columns of y]`: the gradient of a matrix."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        return _of_pytorch()(x.t(), y, offs=ends)
+        return _of_pytorch()(aligned(x).t(), aligned(y), offs=ends)
     out = x.new_zeros((len(ends), x.shape[1], y.shape[1]))
     for expert, begin, end in _experts(ends):
         out[expert] = x[begin:end].t() @ y[begin:end]

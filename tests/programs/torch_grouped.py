@@ -6,7 +6,9 @@ mpirun -n 2 python tests/programs/torch_grouped.py
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -104,13 +106,15 @@ def check_ranks_without_tokens(comm: MPI.Intracomm) -> None:
         assert buffer.combine(y, sent.handle).x.shape == (num_tokens, HIDDEN)
 
 
-def _dense(tokens: list[Any], w1: torch.Tensor, w2: torch.Tensor) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor]:
+def _dense(
+    tokens: list[Any], w1: torch.Tensor, w2: torch.Tensor, activation: Callable[..., Any]
+) -> tuple[list[list[torch.Tensor]], torch.Tensor, torch.Tensor]:
     """Return output, gradient of x and of the weights for each rank, and the gradients of all matrices, in float64."""
     leaves = [[t.double().requires_grad_() for t in (of.x, of.weights)] for of in tokens]
     w1, w2 = (w.double().cpu().requires_grad_() for w in (w1, w2))
     outs = []
     for of, (x, weights) in zip(tokens, leaves, strict=True):
-        each = torch.stack([swiglu(x @ a) @ b for a, b in zip(w1, w2, strict=True)], 1)  # [tokens, experts, hidden]
+        each = torch.stack([activation(x @ a) @ b for a, b in zip(w1, w2, strict=True)], 1)  # [tokens, experts, hidden]
         gain = torch.zeros(len(x), len(w1), dtype=torch.float64)
         gain = gain.scatter_add(1, of.idx.clamp_min(0), weights * (of.idx >= 0))
         outs.append((each * gain[:, :, None]).sum(1))
@@ -130,7 +134,7 @@ def _check_expert_mlp(comm: MPI.Intracomm, dtype: torch.dtype, bound: float, wra
         .to(device())
         for seed, shape in enumerate(((HIDDEN, 2 * INNER), (INNER, HIDDEN)))
     )  # fmt: skip
-    of_ranks, grad_w1, grad_w2 = _dense(tokens, w1, w2)
+    of_ranks, grad_w1, grad_w2 = _dense(tokens, w1, w2, how.get("activation", swiglu))
     own = slice(EACH * rank, EACH * (rank + 1))
     mine1, mine2 = (w[own].clone().requires_grad_() for w in (w1, w2))
     with buffer_for(comm, dtype=str(dtype).removeprefix("torch.")) as buffer:
@@ -149,6 +153,36 @@ def _as_it_is(layer: Callable[..., Any], *leaves: Any) -> Any:
     return layer(*leaves)
 
 
+@contextmanager
+def _undefined_rows() -> Iterator[None]:
+    """Let products leave NaN where they promise nothing, as those on GPUs may: behind the last expert."""
+    module = sys.modules[expert_mlp.__module__]
+    plain = module.grouped_mm
+
+    def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        out = plain(x, weight, ends)
+        out[int(ends[-1]) :] = torch.nan
+        return out
+
+    def product_of_rows(sent: Any, weight: torch.Tensor, scales: Any) -> torch.Tensor:
+        sent.event.wait()
+        return grouped_mm(sent.recv_x, weight, sent.expert_offsets[1:])
+
+    replaced = dict(grouped_mm=grouped_mm, product_of_rows=product_of_rows)
+    before = {name: getattr(module, name) for name in replaced}
+    vars(module).update(replaced)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def _steep_gate(x: torch.Tensor) -> torch.Tensor:
+    """An activation that is NaN for rows of zeros, with infinite derivatives there, and whose result is not contiguous."""
+    gate, up = x.abs().sqrt().chunk(2, dim=1)
+    return (gate * up.sign() / up.sign()).t().contiguous().t()
+
+
 def check_gradients_of_expert_mlp(comm: MPI.Intracomm) -> None:
     """With signals and without, in each dtype, for ranks and experts without tokens, with room for the most rows, and in a checkpoint."""
     first = EACH if comm.Get_size() > 1 else 0
@@ -157,15 +191,33 @@ def check_gradients_of_expert_mlp(comm: MPI.Intracomm) -> None:
             _check_expert_mlp(comm, dtype, bound, _as_it_is, signals=signals)
     worst = 128 * EACH + 128 * comm.Get_size()
     for tokens in (dict(counts=lambda rank: 0 if rank == 0 else 6), dict(first=first), dict(skip=1.0)):
-        _check_expert_mlp(comm, torch.float32, BOUND, _as_it_is, tokens=tokens, num_worst_tokens=worst, signals=True)
+        with _undefined_rows():
+            _check_expert_mlp(comm, torch.float32, BOUND, _as_it_is, tokens=tokens, num_worst_tokens=worst, signals=True)
         _check_expert_mlp(comm, torch.float32, BOUND, _as_it_is, tokens=tokens)
     for reentrant in (False, True):
         again = functools.partial(checkpoint, use_reentrant=reentrant)
         _check_expert_mlp(comm, torch.float32, BOUND, again)
+    _check_expert_mlp(comm, torch.float32, 1e-2, _as_it_is, activation=_steep_gate)
+
+
+def check_a_compiled_function_with_expert_mlp(comm: MPI.Intracomm) -> None:
+    """The call breaks the graph."""
+    w1, w2 = _weights(comm, HIDDEN, 2 * INNER), _weights(comm, INNER, HIDDEN, seed=1)
+    with buffer_for(comm, dtype="bfloat16") as buffer:
+        x, idx, weights = tokens_of_all(comm, 9)[comm.Get_rank()].leaves(torch.bfloat16)
+
+        def layer(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return expert_mlp(buffer, x * 2, idx, weights, w1, w2) + 1
+
+        found = []
+        for run in (layer, torch.compile(layer, backend="eager")):
+            out = run(x, weights)
+            found.append([out, *torch.autograd.grad(out.float().sum(), (x, weights))])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def check_an_expert_mlp_whose_ranks_need_other_gradients(comm: MPI.Intracomm) -> None:
-    """Rank 0 needs no gradient at all. Others need those of the tokens, or of a matrix."""
+    """In each step, a rank needs another gradient than the others, or none."""
     with buffer_for(comm, dtype="bfloat16") as buffer:
         x, idx, weights = tokens_of_all(comm, 7)[comm.Get_rank()].leaves(torch.bfloat16)
         leaves = [x.detach(), weights.detach(), _weights(comm, HIDDEN, 2 * INNER), _weights(comm, INNER, HIDDEN, seed=1)]
@@ -186,7 +238,12 @@ def check_errors_of_expert_mlp(comm: MPI.Intracomm) -> None:
         wrong = {
             "w1.shape": dict(w1=w1[:, :64]),
             "w2.shape": dict(w2=w2.float()),
-            "activation makes": dict(activation=torch.nn.functional.silu),
+            "activation makes [1": dict(activation=torch.nn.functional.silu),
+            "a multiple of 8": dict(w1=_weights(comm, HIDDEN, 2 * INNER + 2)),
+            "changes nothing in place": dict(activation=lambda rows: swiglu(rows.relu_())),
+            "makes no gradient": dict(activation=lambda rows: swiglu(rows).detach()),
+            "parameters": dict(activation=lambda rows: swiglu(rows) * torch.ones((), requires_grad=True)),
+            "also of no rows": dict(activation=lambda rows: swiglu(rows) * rows.amax()),
             "x.dtype": dict(x=idx),
             "topk_weights": dict(topk_weights=None),
             "signals=": dict(signals="yes"),
@@ -195,7 +252,12 @@ def check_errors_of_expert_mlp(comm: MPI.Intracomm) -> None:
         for text, change in wrong.items():
             with raises(EPInputError, text):
                 expert_mlp(buffer, **{**good, **change})
-        assert expert_mlp(buffer, **good).shape == x.shape
+        for has_gradients in (True, False):
+            with torch.set_grad_enabled(has_gradients):
+                assert expert_mlp(buffer, **good).shape == x.shape
+        with torch.no_grad():
+            changed = expert_mlp(buffer, **good, activation=lambda rows: swiglu(rows.relu_()))
+            assert torch.equal(changed, expert_mlp(buffer, **good, activation=lambda rows: swiglu(rows.relu())))
 
 
 def check_errors(comm: MPI.Intracomm) -> None:

@@ -6,6 +6,7 @@ gradients of the weights need nothing of other ranks after the dispatch, so they
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,17 @@ from .handles import TIE
 from .tensor_ops import FLOATS, aligned
 
 _ALIGNMENT = 128  # rows of an expert begin at a tile of the products
+_STRIDE_BYTES = 16  # of which grouped products of PyTorch take multiples
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_without_dynamo = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable  # the first does not import Dynamo
+
+_checked: weakref.WeakKeyDictionary[Activation, set[Any]] = weakref.WeakKeyDictionary()
+"""The shapes, dtypes and devices for which an activation has been checked, with gradients or without."""
 
 
+@_without_dynamo
 def expert_mlp(
     buffer: Buffer,
     x: torch.Tensor,
@@ -32,7 +42,7 @@ def expert_mlp(
     w1: torch.Tensor,
     w2: torch.Tensor,
     *,
-    activation: Callable[[torch.Tensor], torch.Tensor] = swiglu,
+    activation: Activation = swiglu,
     num_worst_tokens: int | None = None,
     signals: bool = False,
 ) -> torch.Tensor:
@@ -47,10 +57,10 @@ def expert_mlp(
         x: `[num_tokens, hidden]` bfloat16, float16 or float32. Products are fastest in bfloat16.
         topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips.
         topk_weights: `[num_tokens, num_topk]` float32.
-        w1: `[num_local_experts, hidden, n]`, dtype of `x`.
+        w1: `[num_local_experts, hidden, n]`, dtype of `x`. In bfloat16 and float16, `n` and `m` are multiples of 8; in float32, of 4.
         w2: `[num_local_experts, m, hidden]`, dtype of `x`. `m` is the width of what `activation` returns, with `swiglu` `n // 2`.
-        activation: From `[rows, n]` to `[rows, m]`, row by row, with gradients of PyTorch. It has no parameters. The backward pass calls it
-            again. Rows of zeros become finite rows.
+        activation: From `[rows, n]` to `[rows, m]`, row by row, also of no rows. With gradients it changes nothing in place, has no
+            parameters and draws no random numbers, because the backward pass calls it again.
         num_worst_tokens: As in `Buffer.dispatch`, with `layout="expert"`: rows, with their padding.
         signals: As in `Buffer.dispatch`: the first product of each pass starts while its rows arrive.
 
@@ -68,39 +78,66 @@ def expert_mlp(
         >>> (x + out).square().mean().backward()
     """
     check_buffer(buffer)
-    if not callable(activation):
-        raise argument_error(activation, "activation", "a function of rows", "Pass one.")
     given = (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights), ("w1", w1), ("w2", w2))
     for name, tensor in given:
         check_tensor(tensor, name, required=True)
-    _check(buffer, x, w1, w2, activation)
+    _check_weights(buffer, x, w1, w2)
+    _check_activation(activation, x, w1, w2)
     options = dict(num_worst_tokens=num_worst_tokens, signals=flag(signals, "signals"))
     return _ExpertMlp.apply(x, topk_weights, w1, w2, TIE, topk_idx, buffer, activation, options)
 
 
-def _check(
-    buffer: Buffer, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
-    """Check the arguments that no call of the Buffer checks. A later error would leave the other ranks waiting."""
+# A check that fails after a call of the Buffer would leave the other ranks waiting.
+
+
+def _check_weights(buffer: Buffer, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> None:
     experts, hidden = buffer.config.num_local_experts, buffer.config.hidden
     if x.dtype not in FLOATS:
         raise EPInputError(f"x.dtype={x.dtype}; expected {' or '.join(FLOATS.values())}. Convert x")
-    for weight, name, wanted, fits in (
-        (w1, "w1", f"[{experts}, {hidden}, n]", w1.dim() == 3 and w1.shape[:2] == (experts, hidden)),
-        (w2, "w2", f"[{experts}, m, {hidden}]", w2.dim() == 3 and w2.shape[::2] == (experts, hidden)),
+    multiple = _STRIDE_BYTES // x.element_size()
+    for weight, name, wanted, fixed, free in (
+        (w1, "w1", f"[{experts}, {hidden}, n]", (0, 1), 2),
+        (w2, "w2", f"[{experts}, m, {hidden}]", (0, 2), 1),
     ):
-        if not fits or weight.dtype != x.dtype or weight.device != x.device:
+        fits = weight.dim() == 3 and tuple(weight.shape[i] for i in fixed) == (experts, hidden)
+        if not fits or weight.dtype != x.dtype or weight.device != x.device or weight.shape[free] % multiple:
             raise EPInputError(
                 f"{name}.shape={list(weight.shape)}, dtype={weight.dtype}, on {weight.device}; expected {wanted} of {x.dtype} on "
-                f"{x.device}: a matrix for each local expert. Pass such weights"
+                f"{x.device}, a matrix for each local expert, with {'nm'[free == 1]} a multiple of {multiple}. Pass such weights"
             )
-    with torch.no_grad():
-        inner = activation(x.new_zeros((1, w1.shape[2])))
-    if inner.shape != (1, w2.shape[1]) or inner.dtype != x.dtype:
+
+
+def _check_activation(activation: Activation, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> None:
+    """Try the activation on a row, and on no rows."""
+    width, wanted, has_gradients = w1.shape[2], w2.shape[1], torch.is_grad_enabled()
+    if not callable(activation):
+        raise argument_error(activation, "activation", "a function of rows", "Pass one.")
+    key = width, wanted, x.dtype, x.device, has_gradients
+    try:
+        known = _checked.setdefault(activation, set())
+    except TypeError:  # it has no weak reference
+        known = set()
+    if key in known:
+        return
+    try:
+        row = activation(x.new_zeros((1, width)).requires_grad_(has_gradients))
+        nothing = activation(x.new_zeros((0, width)))
+    except RuntimeError as error:
         raise EPInputError(
-            f"activation makes {list(inner.shape)} {inner.dtype} of a row of w1.shape={list(w1.shape)}; expected {[1, w2.shape[1]]} "
-            f"{x.dtype}, by w2.shape={list(w2.shape)}. Pass weights that fit"
+            f"activation raised {error!r}; expected a function of [rows, {width}], also of no rows, that changes nothing in place. "
+            f"Pass such a function"
+        ) from error
+    if row.shape != (1, wanted) or nothing.shape != (0, wanted) or row.dtype != x.dtype:
+        raise EPInputError(
+            f"activation makes {list(row.shape)} {row.dtype} of a row of w1.shape={list(w1.shape)}; expected {[1, wanted]} {x.dtype}, by "
+            f"w2.shape={list(w2.shape)}. Pass weights that fit"
         )
+    if has_gradients and (nothing.requires_grad or not row.requires_grad):
+        what = "has parameters that require a gradient" if nothing.requires_grad else "makes no gradient"
+        raise EPInputError(
+            f"activation {what}; expected a differentiable function without parameters. Use dispatch and combine for such a layer"
+        )
+    known.add(key)
 
 
 class _ExpertMlp(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -142,21 +179,22 @@ class _ExpertMlp(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
         buffer, (dispatched, combined) = ctx.buffer, ctx.numbers
         with backward_of(buffer, "combine", combined):
             sent = buffer.dispatch(aligned(grad), handle=ctx.handle, zero_padding=True, signals=ctx.signals)
-        grad_inner = product_of_rows(
-            sent, w2.transpose(1, 2), None
-        ).float()  # not weighted yet: weights may come later than a tile
+        grad_inner = product_of_rows(sent, w2.transpose(1, 2), None).float()  # without weights: their gradients need it so
         sent.event.wait()
         with torch.enable_grad():
             before = before.detach().requires_grad_()
             inner = ctx.activation(before)
         grad_weights = (grad_inner * inner.detach()).sum(1)  # those of padding do not return
         (grad_before,) = torch.autograd.grad(inner, before, (grad_inner * weights[:, None]).to(inner.dtype))
+        # Padding is zero or undefined before the activation, and anything behind it. Gradients of weights add up all rows of an expert.
+        is_padding = (sent.recv_expert_idx < 0)[:, None]
+        grad_before = grad_before.masked_fill(is_padding, 0)
         rows = grouped_mm(grad_before, w1.transpose(1, 2), ends)
         with backward_of(buffer, "dispatch", dispatched):
             # On a stream of its own, and the products below run meanwhile.
             back = buffer.combine(rows, ctx.handle, topk_weights=grad_weights, async_finish=True)
         grad_w1 = grouped_outer(x, grad_before, ends) if needs_w1 else None
-        weighted = (inner.detach() * weights[:, None]).to(inner.dtype)
+        weighted = (inner.detach() * weights[:, None]).masked_fill_(is_padding, 0).to(inner.dtype)
         grad_w2 = grouped_outer(weighted, sent.recv_x, ends) if needs_w2 else None
         back.event.wait()
         return back.x, back.topk_weights, grad_w1, grad_w2, *[None] * 5
