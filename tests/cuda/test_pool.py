@@ -129,6 +129,36 @@ def test_all_memory_of_a_single_stream_gets_an_event_when_another_stream_comes(f
     assert fake.waits == [(9, 1, 1), (9, 1, 1), (8, 1, 1)]
 
 
+def test_an_allocation_waits_for_no_work_that_came_after_memory_was_dropped(fake: FakeDriver) -> None:
+    """A stream drops memory in each step and gets work. Another stream keeps its memory, so nothing of it dies. After its first
+    allocation, the pool knows that there are two streams.
+    """
+    pool, kept = Pool(0, 6 * 256), []
+    for _ in range(stream_tracking._SINGLE_STREAM_RUN + 1):
+        pool.allocate(6 * 256, 1)  # and dropped
+    for step in range(5):
+        pool.allocate((6 - step) * 256, 1)  # all that is free
+        fake.work(1)
+        fake.waits.clear()
+        kept.append(pool.allocate(256, 9))
+        assert fake.waits == [(9, 1, max(step, 1))]
+
+
+def test_a_capture_leaves_memory_of_a_single_stream_as_it_is(fake: FakeDriver) -> None:
+    """An event of another stream must not be recorded during a capture. The next user waits for that stream."""
+    pool = Pool(0, 512)
+    held = [pool.allocate(256, 1) for _ in range(2)]
+    held.clear()
+    num_events = fake.num_events
+    fake.capturing.add(9)
+    held = [pool.allocate(256, 9)]
+    assert fake.num_events == num_events
+    fake.capturing.clear()
+    fake.work(1)
+    held.append(pool.allocate(256, 9))
+    assert fake.waits == [(9, 1, 1)]
+
+
 def test_the_rest_of_a_released_block_keeps_its_pending_work(fake: FakeDriver) -> None:
     pool = Pool(0, 1024)
     held = [pool.allocate(512, stream) for stream in (1, 2)]

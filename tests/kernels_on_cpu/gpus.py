@@ -111,6 +111,10 @@ class Gpus:
         """Tell the scheduler that memory belongs to a GPU. Others may reach it at other addresses too."""
         self._lib.gpu_share(gpu, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
 
+    def keeps_time(self, ptr: int, num_bytes: int) -> None:
+        """Tell the scheduler that waiting kernels write these words, which has no effect on others."""
+        self._lib.gpu_keeps_time(ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
+
     def watch(self, ptr: int) -> None:
         """Count the loads of kernels from an address from now on."""
         self._lib.gpu_watch(ctypes.c_void_p(ptr))

@@ -30,6 +30,7 @@ import pytest
 
 from deepep_rt import Buffer, EPError
 from deepep_rt.comm.failure_notice import FailureNotice
+from deepep_rt.kernels.structs import LostRanks
 
 from . import relays
 from .device_arrays import DeviceArray, array_at, callers_stream
@@ -133,6 +134,9 @@ class Machine(AbstractContextManager):
         self._driver.current_rank = comm.numbers[comm.Get_rank()]
         made = Buffer(comm, **{"timeout_s": 1.0, "check_inputs": False, **sizes})
         self._timeout_s, self.timeout_steps = made.config.timeout_s, 8
+        runtime = made._backend.runtime
+        if made.config.has_slots:
+            self._gpus.keeps_time(runtime.state + runtime.layout.local.offsets["lost"], LostRanks.size({}))
         return made
 
     def _member(self, slots: SlotBuffers, slot: int, members: Sequence[int]) -> Buffer:

@@ -1,7 +1,7 @@
 // Weak memory: stores to the symmetric memory of another GPU arrive late, word by word and in random order. Only a release (or fence) of a
-// thread waits for earlier stores: its own, those of its warp that __syncwarp ordered, and those of its block that a barrier or a release of
-// the block ordered. Bulk copies write as the thread that started them. Loads are in order, and stores to a GPU's own memory are visible at
-// once. Pinned memory of the host is remote to all GPUs. A GPU sees its own stores there.
+// thread waits for earlier stores: its own, those of its warp that __syncwarp ordered, and those of its block that a barrier or a release
+// of the block ordered. Bulk copies write as the thread that started them. Loads are in order, and stores to a GPU's own memory are visible
+// at once. Pinned memory of the host is remote to all GPUs. A GPU sees its own stores there.
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -34,8 +34,9 @@ struct Store {
 
 bool is_weak = false;
 std::vector<Region> regions;
-std::vector<Store> in_flight;                           // in the order of the program
-std::map<void*, std::pair<void*, size_t>> allocations;  // the mapping of each allocation, and its size
+std::vector<std::pair<const char*, const char*>> clocks;  // words with which waiting kernels keep time
+std::vector<Store> in_flight;                             // in the order of the program
+std::map<void*, std::pair<void*, size_t>> allocations;    // the mapping of each allocation, and its size
 
 const void* watched = nullptr;  // and the loads from there
 uint64_t num_watched = 0;
@@ -126,6 +127,10 @@ void before_plain_store(void* to, unsigned num_bytes) {
 
 }  // namespace
 
+bool keeps_time(const void* p) {
+  return std::any_of(clocks.begin(), clocks.end(), [p](auto& clock) { return p >= clock.first && p < clock.second; });
+}
+
 bool is_remote(const void* p) {
   if (!is_weak || !running || is_on_own_stack(p)) return false;
   for (const Region& r : regions) {
@@ -151,7 +156,7 @@ void complete_plain_store() {
   send_now(to, value, plain.num_bytes);
 }
 
-void reset_memory(bool weak) { is_weak = weak, in_flight.clear(), regions.clear(), plain.to = nullptr; }
+void reset_memory(bool weak) { is_weak = weak, in_flight.clear(), regions.clear(), clocks.clear(), plain.to = nullptr; }
 
 void order_within_warp(const void* warp) {
   for (Store& s : in_flight) s.for_warp |= s.warp == warp;
@@ -184,7 +189,7 @@ void write(void* to, const void* from, size_t num_bytes, Order order) {
   if (order == Order::kReleaseBlock) {
     for (Store& s : in_flight) s.for_block |= is_released_by(s, *running);
   }
-  step(true);
+  step(!keeps_time(to));
   note_shared_access(to, num_bytes, true);
   if (is_remote(to)) {
     send_now(to, from, num_bytes);
@@ -217,12 +222,18 @@ void* gpu_allocate(size_t num_bytes) {
 
 void gpu_free(void* memory) {
   auto found = allocations.find(memory);
+  const char *begin = static_cast<char*>(found->second.first), *end = begin + found->second.second;
+  clocks.erase(std::remove_if(clocks.begin(), clocks.end(), [&](auto& clock) { return clock.first >= begin && clock.first < end; }),
+               clocks.end());
   munmap(found->second.first, found->second.second);
   allocations.erase(found);
 }
 
 // Marks symmetric memory of a GPU, or pinned memory (gpu -1). If memory is weak, stores of other GPUs arrive there late.
 void gpu_share(int gpu, char* memory, size_t num_bytes) { regions.push_back({memory, memory + num_bytes, gpu}); }
+
+// Marks words with which waiting kernels keep time: what they write there has no effect on others.
+void gpu_keeps_time(const char* memory, size_t num_bytes) { clocks.emplace_back(memory, memory + num_bytes); }
 
 // Counts the loads of kernels from an address from now on.
 void gpu_watch(const void* address) { watched = address, num_watched = 0; }

@@ -72,7 +72,7 @@ inline void fence_acq_rel_sys() { cpu_gpu::fence(); }
 template <class T, class Combine>
 AT_ONCE T update(T* p, T v, Order order, Combine combine) {
   if (order == Order::kRelease) cpu_gpu::fence();
-  cpu_gpu::step(true);
+  cpu_gpu::step(!cpu_gpu::keeps_time(p));
   const T old = *p;
   *p = combine(old, v);
   return old;

@@ -28,7 +28,7 @@ namespace {
 constexpr size_t kStackBytes = 64 * 1024 + 320;  // adjacent stacks begin in different cache lines
 constexpr size_t kStaticSharedBytes = 256 * 1024;
 // If each lane makes so many steps without effect, all lanes wait for time.
-constexpr int kIdleSteps = 256;
+constexpr int kIdleSteps = 256, kMostIdleSteps = 4096;
 
 struct Grid;
 struct Block;
@@ -55,7 +55,7 @@ struct Fiber : Thread {
   Registers registers;
   bool has_started = false;
   int steps_left = 1;
-  unsigned num_proxy_fences = 0;
+  unsigned num_proxy_fences = 0, num_looks = 0;  // looks at the clock
   Warp* warp = nullptr;
   Stack* stack = nullptr;
   const char* shared = nullptr;  // dynamic shared memory of its block
@@ -143,7 +143,8 @@ std::map<size_t, std::vector<std::unique_ptr<char[]>>> free_shared;     // by dy
 Registers scheduler;
 Fiber* current = nullptr;
 uint64_t now = 1, turn = 0, idle_steps = 0, num_effects = 0;
-int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1, delivery_chance = 1, network_chance = 1;
+int next_id = 1, yields_left = 0, most_steps = 1, most_yields = 1, freeze_chance = 1, delivery_chance = 1, network_chance = 1,
+    pending_chance = 2;
 std::string error;
 bool may_start_more = false;  // since the last turn, all blocks of a grid have allowed the next grid to start
 
@@ -347,8 +348,8 @@ Warp& choose() {
   return *runnable[rng.below(runnable.size())];
 }
 
-// Gives many steps to each lane that can run. If no step has an effect, all lanes wait for time, and this returns true. Lanes that meet
-// again and again share the steps.
+// Gives many steps to each lane that can run, so that it looks at the clock if it ever does. If no step has an effect, all lanes wait for
+// time, and this returns true. Lanes that meet again and again share the steps.
 bool all_wait() {
   const std::vector<Warp*> warps = runnable;
   const int steps = most_steps, yields = most_yields;
@@ -360,7 +361,8 @@ bool all_wait() {
       if (!(w->ready & left & -left)) continue;  // it has met the others meanwhile
       Fiber& f = w->lanes[__builtin_ctz(left)];
       f.steps_left = kIdleSteps;
-      const uint64_t end = idle_steps + kIdleSteps, effects = num_effects;
+      const uint64_t begin = idle_steps, effects = num_effects;
+      const unsigned looks = f.num_looks;
       Fiber* next = &f;
       do {
         yields_left = 0;
@@ -368,7 +370,7 @@ bool all_wait() {
         current = nullptr, running = nullptr;
         waits = error.empty() && num_effects == effects && w->ready;
         if (waits) next = &next_lane(*w);
-      } while (waits && idle_steps < end);
+      } while (waits && idle_steps < begin + (f.num_looks == looks ? kMostIdleSteps : kIdleSteps));
     }
     if (!waits) {
       if (!w->ready && w->index >= 0) {
@@ -593,6 +595,7 @@ void check_proxies(uint32_t shared, uint32_t num_bytes, bool copy_writes) {
 
 uint64_t clock_ns() {
   step(false);
+  ++current->num_looks;
   return now;
 }
 
@@ -631,6 +634,7 @@ void gpu_reset(uint64_t seed, int num_gpus, int is_weak) {
   now = 1 + rng.below(1u << 30), turn = 0, idle_steps = 0;
   most_steps = 1 << rng.below(8), most_yields = 1 << rng.below(8);
   delivery_chance = 1 << rng.below(8);
+  pending_chance = 2 << rng.below(7);
   freeze_chance = rng.below(4) ? 1 << (2 + rng.below(8)) : 0;
   network_chance = 1 << Random{~seed}.below(8);
   reset_network(num_gpus);
@@ -682,8 +686,8 @@ int gpu_advance(long num_turns) {
     if (grids.empty()) return 4;
     if (std::exchange(may_start_more, false)) return 0;
     start_blocks();
-    if (!pending.empty() && rng.below(2)) do_pending();
     const bool all_may_wait = idle_steps > 4096 && idle_steps > 64 * 32 * runnable.size();
+    if (!pending.empty() && (all_may_wait || runnable.empty() || rng.below(pending_chance) == 0)) do_pending();
     if ((all_may_wait || rng.below(delivery_chance) == 0) && deliver_stores()) note_progress();
     if (has_network() && (all_may_wait || rng.below(network_chance) == 0)) carry_some();
     if (runnable.empty() && !pending.empty()) continue;

@@ -26,6 +26,9 @@ uint64_t random_below(uint64_t end);
 // Call this before each access that other threads may notice: the scheduler may run them here. `wrote`: the access is a store.
 void step(bool wrote);
 
+// Whether waiting kernels keep time with a word.
+bool keeps_time(const void* p);
+
 // Accesses to memory that other threads may read, up to 8 bytes at a time. A release follows all earlier stores of this thread. That of a
 // block lets any thread of the block release these stores to other GPUs.
 enum class Order { kRelaxed, kReleaseBlock, kRelease };
