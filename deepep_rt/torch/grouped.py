@@ -203,14 +203,29 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> tor
     return out
 
 
-def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Return `x[rows].T @ y[rows]` for the rows of each expert, `[experts, columns of x, columns of y]`: the gradient of a matrix."""
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return _of_pytorch()(aligned(x).t(), aligned(y), offs=ends)
+def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, counts: list[int] | None) -> torch.Tensor:
+    """Return `x[rows].T @ y[rows]` for the rows of each expert, `[experts, columns of x, columns of y]`: the gradient of a matrix.
+
+    `counts` are the rows of each expert, if the host knows them.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
+        out = _of_pytorch()(aligned(x).t(), aligned(y), offs=ends)
+        return _without_rows_zero(out, ends, counts)
     out = x.new_zeros((len(ends), x.shape[1], y.shape[1]))
     for expert, begin, end in _experts(ends):
         out[expert] = x[begin:end].t() @ y[begin:end]
     return out
+
+
+def _without_rows_zero(matrices: torch.Tensor, ends: torch.Tensor, counts: list[int] | None) -> torch.Tensor:
+    """Set the matrices of experts without rows to zero. PyTorch's kernels for Blackwell write anything there (pytorch/pytorch#172439)."""
+    if counts is not None:
+        for expert, count in enumerate(counts):
+            if count == 0:
+                matrices[expert].zero_()
+    elif torch.cuda.get_device_capability(matrices.device)[0] >= 10:  # a pass over all matrices, so that the host needs no counts
+        matrices.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+    return matrices
 
 
 def _of_pytorch() -> Any:

@@ -193,8 +193,9 @@ class _ExpertMlp(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
         with backward_of(buffer, "dispatch", dispatched):
             # On a stream of its own, and the products below run meanwhile.
             back = buffer.combine(rows, ctx.handle, topk_weights=grad_weights, async_finish=True)
-        grad_w1 = grouped_outer(x, grad_before, ends) if needs_w1 else None
+        counts = ctx.handle.num_recv_tokens_per_expert_list
+        grad_w1 = grouped_outer(x, grad_before, ends, counts) if needs_w1 else None
         weighted = (inner.detach() * weights[:, None]).masked_fill_(is_padding, 0).to(inner.dtype)
-        grad_w2 = grouped_outer(weighted, sent.recv_x, ends) if needs_w2 else None
+        grad_w2 = grouped_outer(weighted, sent.recv_x, ends, counts) if needs_w2 else None
         back.event.wait()
         return back.x, back.topk_weights, grad_w1, grad_w2, *[None] * 5

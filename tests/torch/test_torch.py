@@ -127,6 +127,23 @@ def test_gradients_and_groups(num_ranks: int, ranks_per_node: str, monkeypatch: 
     assert "check_subgroups" in output
 
 
+@pytest.mark.parametrize(("capability", "counts", "is_zero"), [(9, [0, 128, 0], True), (10, None, True), (9, None, False)])
+def test_gradients_of_experts_without_rows(
+    monkeypatch: pytest.MonkeyPatch, capability: int, counts: list[int] | None, is_zero: bool
+) -> None:
+    """Grouped products on Blackwell write anything for them. Those on Hopper write zeros."""
+    import torch
+
+    from deepep_rt.torch import grouped
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    matrices = torch.full((3, 2, 2), torch.nan)
+    matrices[1] = 5
+    found = grouped._without_rows_zero(matrices, torch.tensor([0, 128, 128], dtype=torch.int32), counts)
+    assert (found[1] == 5).all()
+    assert bool((found[[0, 2]] == 0).all()) == is_zero
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_backward_passes_of_all_ranks(num_ranks: int) -> None:
