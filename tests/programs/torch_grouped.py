@@ -193,7 +193,8 @@ def check_gradients_of_expert_mlp(comm: MPI.Intracomm) -> None:
     for tokens in (dict(counts=lambda rank: 0 if rank == 0 else 6), dict(first=first), dict(skip=1.0)):
         with _undefined_rows():
             _check_expert_mlp(comm, torch.float32, BOUND, _as_it_is, tokens=tokens, num_worst_tokens=worst, signals=True)
-        _check_expert_mlp(comm, torch.float32, BOUND, _as_it_is, tokens=tokens)
+        for dtype, bound in ((torch.float32, BOUND), (torch.bfloat16, 3e-2)):
+            _check_expert_mlp(comm, dtype, bound, _as_it_is, tokens=tokens)
     for reentrant in (False, True):
         again = functools.partial(checkpoint, use_reentrant=reentrant)
         _check_expert_mlp(comm, torch.float32, BOUND, again)
