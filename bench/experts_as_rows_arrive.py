@@ -30,7 +30,7 @@ with or_exit("this benchmark", "bench"):
     from deepep_rt.buffer import Buffer
     from deepep_rt.errors import EPError, EPUnavailableError
     from deepep_rt.torch import grouped_mlp, grouped_product
-    from deepep_rt.torch.grouped import combined_product, swiglu
+    from deepep_rt.torch.grouped import combined_product, has_kernel, swiglu
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -107,6 +107,10 @@ class Layer:
         self.weights, self.idx = torch.rand(tokens, settings.experts, generator=random, device="cuda").topk(settings.topk)
         self.w1 = (normal(experts, 2 * inner, hidden) * hidden**-0.5).transpose(1, 2)
         self.w2 = (normal(experts, hidden, inner) * inner**-0.5).transpose(1, 2)
+        if not has_kernel(self.w2.new_empty((128, inner)), self.w2, 128):
+            raise EPUnavailableError(
+                "no product in Triton for these sizes; expected Triton, and multiples of 128. Change --intermediate"
+            )
         self.scales = None
         if self._fp8:
             self.w1 = self.w1.to(torch.float8_e4m3fn)
@@ -160,7 +164,8 @@ def _row(comm: Intracomm, settings: Settings, buffer: Buffer, tokens: int, rows:
     if not comm.allreduce(torch.equal(wanted, got), MPI.LAND):
         raise EPError("the layers differ; expected the same bits")
     error = ((layer.run_both_ways().float() - wanted.float()).abs().max() / wanted.float().abs().max()).item()
-    if not comm.allreduce(error < _BOUND, MPI.LAND):
+    error = comm.allreduce(error, MPI.MAX)
+    if not error < _BOUND:
         raise EPError(
             f"the layer both ways has an error of {error:.1e}; expected less than {_BOUND}, that of another order of sums"
         )

@@ -523,7 +523,7 @@ class Buffer(SharedByCopies):
             y_ready: None, or `[tiles]` int32 on the GPU: a product still writes `x`, and sets the word of each tile of `handle.tile_rows`
                 rows to `DispatchResult.signal` once its rows are written. Rows then leave tile by tile, with the same bits. The program
                 clears the words and records `previous_event` before it queues the product. Queue this call behind the product, with
-                `async_finish=True`. The product leaves the Buffer's `num_sms` SMs free. The handle has `layout="expert"` and an
+                `async_finish=True`. It needs the Buffer's `num_sms` SMs in the product's last part. The handle has `layout="expert"` and an
                 `expert_alignment` that is a multiple of 64. Each rank chooses for itself. Over several nodes, with `compress` and with
                 `reduce="topk"`, rows leave when all words are set. The host backend expects set words.
             async_finish: As in `dispatch`.

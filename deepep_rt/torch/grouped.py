@@ -55,7 +55,7 @@ def grouped_product(sent: DispatchResult, weight: torch.Tensor, *, weight_scales
 def product_of_rows(sent: DispatchResult, weight: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
     """Return what `grouped_product` does, for checked arguments. `scales` are those of FP8 rows and weights."""
     x, tile_rows = sent.recv_x, sent.handle.tile_rows
-    if not _has_kernel(x, weight, tile_rows):
+    if not has_kernel(x, weight, tile_rows):
         sent.event.wait()
         return _after_the_dispatch(sent, x, weight, scales)
     from . import tile_product  # Triton takes long to import
@@ -90,11 +90,11 @@ def combined_product(
     """
     tile_rows = sent.handle.tile_rows
     how: dict[str, Any] = dict(topk_weights=topk_weights, weighted=topk_weights is not None)
-    if not _has_kernel(x, weight, tile_rows):
+    if not has_kernel(x, weight, tile_rows):
         return buffer.combine(grouped_mm(x, weight, sent.expert_offsets[1:]), sent.handle, **how).x
     from . import tile_product
 
-    out = x.new_empty((x.shape[0], weight.shape[2]))
+    x, out = aligned(x), x.new_empty((x.shape[0], weight.shape[2]))
     words = torch.zeros(x.shape[0] // tile_rows, dtype=torch.int32, device=x.device)
     ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
     cleared = torch.cuda.current_stream().record_event()
@@ -193,7 +193,7 @@ def _check_no_gradient(weight: torch.Tensor, name: str) -> None:
         )
 
 
-def _has_kernel(x: torch.Tensor, weight: torch.Tensor, tile_rows: int) -> bool:
+def has_kernel(x: torch.Tensor, weight: torch.Tensor, tile_rows: int) -> bool:
     """Return whether tile_product has a kernel for these shapes."""
     if not (x.is_cuda and tile_rows and x.shape[0] and x.shape[0] % tile_rows == 0):
         return False
@@ -222,9 +222,7 @@ def _after_the_dispatch(
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert by its matrix, `[experts, columns of x, n]`. Rows past the last end are undefined."""
     if x.is_cuda and x.dtype == torch.bfloat16:
-        if 1 not in weight.stride()[1:]:
-            weight = weight.contiguous()
-        return _of_pytorch()(aligned(x), weight, offs=ends)
+        return _of_pytorch()(aligned(x), _in_lines(weight), offs=ends)
     out = x.new_zeros((x.shape[0], weight.shape[2]))
     for expert, begin, end in _experts(ends):
         out[begin:end] = x[begin:end] @ weight[expert]
@@ -245,14 +243,26 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor, counts: 
     return out
 
 
+def _in_lines(matrices: torch.Tensor) -> torch.Tensor:
+    """Return matrices that PyTorch's grouped product takes: contiguous rows or columns, a multiple of 16 bytes apart. Copy others."""
+    multiple = 16 // matrices.element_size()
+    for inner, outer in ((-1, -2), (-2, -1)):
+        distance = matrices.stride(outer)
+        has_lines = matrices.stride(inner) == 1 and distance % multiple == 0 and distance >= matrices.shape[inner]
+        if has_lines and matrices.data_ptr() % 16 == 0:
+            return matrices
+    return matrices.clone(memory_format=torch.contiguous_format)
+
+
 def _without_rows_zero(matrices: torch.Tensor, ends: torch.Tensor, counts: list[int] | None) -> torch.Tensor:
     """Set the matrices of experts without rows to zero. PyTorch's kernels for Blackwell write anything there (pytorch/pytorch#172439)."""
-    if counts is not None:
-        for expert, count in enumerate(counts):
-            if count == 0:
-                matrices[expert].zero_()
-    elif torch.cuda.get_device_capability(matrices.device)[0] >= 10:  # a pass over all matrices, so that the host needs no counts
-        matrices.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+    if torch.cuda.get_device_capability(matrices.device)[0] < 10:
+        return matrices
+    if counts is None:  # a pass over all matrices, so that the host needs no counts
+        return matrices.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)
+    for expert, count in enumerate(counts):
+        if count == 0:
+            matrices[expert].zero_()
     return matrices
 
 

@@ -23,7 +23,7 @@ from .handles import TIE
 from .tensor_ops import FLOATS, aligned
 
 _ALIGNMENT = 128  # rows of an expert begin at a tile of the products
-_STRIDE_BYTES = 16  # of which grouped products of PyTorch take multiples
+_COLUMNS = 8  # of which grouped products of PyTorch take multiples, in bfloat16
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -57,10 +57,10 @@ def expert_mlp(
         x: `[num_tokens, hidden]` bfloat16, float16 or float32. Products are fastest in bfloat16.
         topk_idx: `[num_tokens, num_topk]` int32 or int64, expert numbers; -1 skips.
         topk_weights: `[num_tokens, num_topk]` float32.
-        w1: `[num_local_experts, hidden, n]`, dtype of `x`. In bfloat16 and float16, `n` and `m` are multiples of 8; in float32, of 4.
+        w1: `[num_local_experts, hidden, n]`, dtype of `x`. In bfloat16, `n` and `m` are multiples of 8.
         w2: `[num_local_experts, m, hidden]`, dtype of `x`. `m` is the width of what `activation` returns, with `swiglu` `n // 2`.
-        activation: From `[rows, n]` to `[rows, m]`, row by row, also of no rows. With gradients it changes nothing in place, has no
-            parameters and draws no random numbers, because the backward pass calls it again.
+        activation: From `[rows, n]` to `[rows, m]`, row by row, also of no rows. It runs without autocast. With gradients it changes
+            nothing in place, has no parameters to train and draws no random numbers: the backward pass calls it again.
         num_worst_tokens: As in `Buffer.dispatch`, with `layout="expert"`: rows, with their padding.
         signals: As in `Buffer.dispatch`: the first product of each pass starts while its rows arrive.
 
@@ -68,7 +68,7 @@ def expert_mlp(
         `[num_tokens, hidden]`, dtype of `x`.
 
     Raises:
-        EPInputError: If an argument is wrong. No kernel was launched.
+        EPInputError: If an argument is wrong. Nothing was sent.
         EPOutOfMemoryError: As in `Buffer.dispatch`.
         EPTimeoutError: As in `Buffer.dispatch`, also in the backward pass.
         EPDestroyedError: After `destroy()`, also in the backward pass.
@@ -82,9 +82,10 @@ def expert_mlp(
     for name, tensor in given:
         check_tensor(tensor, name, required=True)
     _check_weights(buffer, x, w1, w2)
-    _check_activation(activation, x, w1, w2)
     options = dict(num_worst_tokens=num_worst_tokens, signals=flag(signals, "signals"))
-    return _ExpertMlp.apply(x, topk_weights, w1, w2, TIE, topk_idx, buffer, activation, options)
+    with torch.autocast(x.device.type, enabled=False):
+        _check_activation(activation, x, w1, w2)
+        return _ExpertMlp.apply(x, topk_weights, w1, w2, TIE, topk_idx, buffer, activation, options)
 
 
 # A check that fails after a call of the Buffer would leave the other ranks waiting.
@@ -94,7 +95,7 @@ def _check_weights(buffer: Buffer, x: torch.Tensor, w1: torch.Tensor, w2: torch.
     experts, hidden = buffer.config.num_local_experts, buffer.config.hidden
     if x.dtype not in FLOATS:
         raise EPInputError(f"x.dtype={x.dtype}; expected {' or '.join(FLOATS.values())}. Convert x")
-    multiple = _STRIDE_BYTES // x.element_size()
+    multiple = _COLUMNS if x.dtype == torch.bfloat16 else 1
     for weight, name, wanted, fixed, free in (
         (w1, "w1", f"[{experts}, {hidden}, n]", (0, 1), 2),
         (w2, "w2", f"[{experts}, m, {hidden}]", (0, 2), 1),
@@ -112,6 +113,8 @@ def _check_activation(activation: Activation, x: torch.Tensor, w1: torch.Tensor,
     width, wanted, has_gradients = w1.shape[2], w2.shape[1], torch.is_grad_enabled()
     if not callable(activation):
         raise argument_error(activation, "activation", "a function of rows", "Pass one.")
+    if has_gradients and isinstance(activation, torch.nn.Module) and any(one.requires_grad for one in activation.parameters()):
+        raise _not_differentiable("has parameters that require a gradient")
     key = width, wanted, x.dtype, x.device, has_gradients
     try:
         known = _checked.setdefault(activation, set())
@@ -119,25 +122,34 @@ def _check_activation(activation: Activation, x: torch.Tensor, w1: torch.Tensor,
         known = set()
     if key in known:
         return
+    plain = activation  # compiled code has no versions for such sizes, and needs none
+    for name in ("_torchdynamo_orig_callable", "_orig_mod"):
+        plain = getattr(plain, name, None) or plain
     try:
-        row = activation(x.new_zeros((1, width)).requires_grad_(has_gradients))
-        nothing = activation(x.new_zeros((0, width)))
+        row = plain(x.new_zeros((1, width)).requires_grad_(has_gradients))
+        nothing = plain(x.new_zeros((0, width)))
     except RuntimeError as error:
         raise EPInputError(
             f"activation raised {error!r}; expected a function of [rows, {width}], also of no rows, that changes nothing in place. "
             f"Pass such a function"
         ) from error
-    if row.shape != (1, wanted) or nothing.shape != (0, wanted) or row.dtype != x.dtype:
-        raise EPInputError(
-            f"activation makes {list(row.shape)} {row.dtype} of a row of w1.shape={list(w1.shape)}; expected {[1, wanted]} {x.dtype}, by "
-            f"w2.shape={list(w2.shape)}. Pass weights that fit"
-        )
-    if has_gradients and (nothing.requires_grad or not row.requires_grad):
-        what = "has parameters that require a gradient" if nothing.requires_grad else "makes no gradient"
-        raise EPInputError(
-            f"activation {what}; expected a differentiable function without parameters. Use dispatch and combine for such a layer"
-        )
+    for made, rows in ((row, 1), (nothing, 0)):
+        if made.shape != (rows, wanted) or made.dtype != x.dtype:
+            raise EPInputError(
+                f"activation makes {list(made.shape)} {made.dtype} of {rows} rows of w1.shape={list(w1.shape)}; expected {[rows, wanted]} "
+                f"{x.dtype}, by w2.shape={list(w2.shape)}. Pass weights that fit"
+            )
+    if has_gradients and nothing.requires_grad:
+        raise _not_differentiable("has parameters that require a gradient")
+    if has_gradients and not row.requires_grad:
+        raise _not_differentiable("makes no gradient")
     known.add(key)
+
+
+def _not_differentiable(what: str) -> EPInputError:
+    return EPInputError(
+        f"activation {what}; expected a differentiable function without parameters. Use dispatch and combine for such a layer"
+    )
 
 
 class _ExpertMlp(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -181,7 +193,7 @@ class _ExpertMlp(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
             sent = buffer.dispatch(aligned(grad), handle=ctx.handle, zero_padding=True, signals=ctx.signals)
         grad_inner = product_of_rows(sent, w2.transpose(1, 2), None).float()  # without weights: their gradients need it so
         sent.event.wait()
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
             before = before.detach().requires_grad_()
             inner = ctx.activation(before)
         grad_weights = (grad_inner * inner.detach()).sum(1)  # those of padding do not return

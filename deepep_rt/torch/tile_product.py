@@ -23,7 +23,8 @@ _STAGE_BYTES, _LEAST_SHARED_BYTES = 34 * 1024, 99 * 1024
 _DEPTH = {1: 128, 2: 64}  # elements of a step, by the bytes of an element. With FP8, a step has one scale for each row
 
 
-@triton.jit
+# A version for each kind of number would be compiled while other ranks wait.
+@triton.jit(do_not_specialize=["num_tiles", "num_staying", "leave_at"])
 def _grouped_product(  # type: ignore[no-untyped-def]
     x,
     x_scales,
@@ -126,8 +127,8 @@ def launch(
 
     `x` is `[rows, depth]`, `weight` `[experts, depth, columns]` with any strides, `out` `[rows, columns]`. All rows of a tile of
     `tile_rows` rows belong to the expert of its first row in `experts`; -1 skips the tile. With `ready`, a tile waits until its word is
-    `signal`. With `written`, a word becomes `signal` once the rows of its tile are written. `leaving` blocks end before the last
-    `LAST_PART` of the tiles, so that another kernel gets their SMs.
+    `signal`. With `written`, a word becomes `signal` once the rows of its tile are written. `leaving` blocks end when they have made
+    a tile of the last `LAST_PART`, so that another kernel gets their SMs. Tiles that are skipped count too.
     """
     _, depth, columns = weight.shape
     x_scales, weight_scales = scales or (x, x)

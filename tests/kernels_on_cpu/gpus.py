@@ -112,7 +112,7 @@ class Gpus:
         self._lib.gpu_share(gpu, ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
 
     def keeps_time(self, ptr: int, num_bytes: int) -> None:
-        """Tell the scheduler that waiting kernels write these words, which has no effect on others."""
+        """Tell the scheduler that waiting kernels keep time with these words: atomics, and stores of the same value, change nothing."""
         self._lib.gpu_keeps_time(ctypes.c_void_p(ptr), ctypes.c_size_t(num_bytes))
 
     def watch(self, ptr: int) -> None:

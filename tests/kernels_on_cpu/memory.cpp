@@ -189,7 +189,7 @@ void write(void* to, const void* from, size_t num_bytes, Order order) {
   if (order == Order::kReleaseBlock) {
     for (Store& s : in_flight) s.for_block |= is_released_by(s, *running);
   }
-  step(!keeps_time(to));
+  step(!keeps_time(to) || memcmp(to, from, num_bytes) != 0);
   note_shared_access(to, num_bytes, true);
   if (is_remote(to)) {
     send_now(to, from, num_bytes);
@@ -232,7 +232,7 @@ void gpu_free(void* memory) {
 // Marks symmetric memory of a GPU, or pinned memory (gpu -1). If memory is weak, stores of other GPUs arrive there late.
 void gpu_share(int gpu, char* memory, size_t num_bytes) { regions.push_back({memory, memory + num_bytes, gpu}); }
 
-// Marks words with which waiting kernels keep time: what they write there has no effect on others.
+// Marks words with which waiting kernels keep time: atomics there, and stores of the same value, have no effect on others.
 void gpu_keeps_time(const char* memory, size_t num_bytes) { clocks.emplace_back(memory, memory + num_bytes); }
 
 // Counts the loads of kernels from an address from now on.

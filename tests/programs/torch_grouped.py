@@ -217,6 +217,45 @@ def check_a_compiled_function_with_expert_mlp(comm: MPI.Intracomm) -> None:
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def check_activations_of_expert_mlp(comm: MPI.Intracomm) -> None:
+    """Compiled functions, modules that begin to train, and autocast, which the layer leaves out."""
+    w1, w2 = _weights(comm, HIDDEN, 2 * INNER), _weights(comm, 2 * INNER, HIDDEN, seed=1)
+
+    def squared(rows: torch.Tensor) -> torch.Tensor:
+        return torch.relu(rows) ** 2
+
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones((), device=device(), dtype=torch.bfloat16), requires_grad=False)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return squared(rows) * self.scale
+
+    with buffer_for(comm, dtype="bfloat16") as buffer:
+        x, idx, weights = tokens_of_all(comm, 10)[comm.Get_rank()].leaves(torch.bfloat16)
+        run = functools.partial(expert_mlp, buffer, x, idx, weights, w1, w2)
+        wanted = torch.autograd.grad(run(activation=squared).float().sum(), (x, weights))
+        module, num_compiled = Scaled(), 0
+
+        def count(graph: Any, _: Any) -> Any:
+            nonlocal num_compiled
+            num_compiled += 1
+            return graph.forward
+
+        for activation in (torch.compile(squared, backend=count, dynamic=True), module):
+            with torch.autocast(device(), dtype=torch.bfloat16):
+                out = run(activation=activation)
+            found = torch.autograd.grad(out.float().sum(), (x, weights))
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert num_compiled <= 2, "one version for each mode of gradients"
+        module.scale.requires_grad_()
+        with raises(EPInputError, "parameters that require a gradient"):
+            run(activation=module)
+        with torch.no_grad():
+            assert run(activation=module).shape == x.shape
+
+
 def check_an_expert_mlp_whose_ranks_need_other_gradients(comm: MPI.Intracomm) -> None:
     """In each step, a rank needs another gradient than the others, or none."""
     with buffer_for(comm, dtype="bfloat16") as buffer:
@@ -245,6 +284,7 @@ def check_errors_of_expert_mlp(comm: MPI.Intracomm) -> None:
             "makes no gradient": dict(activation=lambda rows: swiglu(rows).detach()),
             "parameters": dict(activation=lambda rows: swiglu(rows) * torch.ones((), requires_grad=True)),
             "also of no rows": dict(activation=lambda rows: swiglu(rows) * rows.amax()),
+            "of 0 rows": dict(activation=lambda rows: swiglu(rows) if len(rows) else rows),
             "x.dtype": dict(x=idx),
             "topk_weights": dict(topk_weights=None),
             "signals=": dict(signals="yes"),

@@ -127,7 +127,7 @@ def test_gradients_and_groups(num_ranks: int, ranks_per_node: str, monkeypatch: 
     assert "check_subgroups" in output
 
 
-@pytest.mark.parametrize(("capability", "counts", "is_zero"), [(9, [0, 128, 0], True), (10, None, True), (9, None, False)])
+@pytest.mark.parametrize(("capability", "counts", "is_zero"), [(10, [0, 128, 0], True), (10, None, True), (9, None, False)])
 def test_gradients_of_experts_without_rows(
     monkeypatch: pytest.MonkeyPatch, capability: int, counts: list[int] | None, is_zero: bool
 ) -> None:
@@ -142,6 +142,27 @@ def test_gradients_of_experts_without_rows(
     found = grouped._without_rows_zero(matrices, torch.tensor([0, 128, 128], dtype=torch.int32), counts)
     assert (found[1] == 5).all()
     assert bool((found[[0, 2]] == 0).all()) == is_zero
+
+
+def test_matrices_that_grouped_products_refuse_are_copied() -> None:
+    import torch
+
+    from deepep_rt.torch import grouped
+
+    whole = torch.arange(2 * 8 * 24, dtype=torch.float32).bfloat16().view(2, 8, 24)
+    for fits in (whole, whole[:, :, :8], whole.transpose(1, 2), whole[:, ::2], whole[1:]):
+        assert grouped._in_lines(fits) is fits
+    flat = torch.arange(2 * 8 * 24 + 1, dtype=torch.float32).bfloat16()
+    for odd in (
+        flat[1:].view(2, 8, 24),  # its address
+        whole.view(2, 16, 12)[:, :, :8],  # the distance of its rows
+        whole[:, :1].expand(2, 8, 24),
+        whole[:, :, ::3],
+    ):
+        made = grouped._in_lines(odd)
+        assert made.is_contiguous()
+        assert made.data_ptr() % 16 == 0
+        assert torch.equal(made, odd)
 
 
 @pytest.mark.full
