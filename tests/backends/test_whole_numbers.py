@@ -104,6 +104,12 @@ def _send(**options: Any) -> Any:
     return sent.recv_x.shape, type(sent.handle.num_recv_rows), sent.num_recv_tokens_per_expert_list
 
 
+def _run_experts(w: dict[str, Any], **options: Any) -> list[list[float]]:
+    weights = torch.ones(TOKENS, TOPK)
+    w1, w2 = torch.zeros(EXPERTS, HIDDEN, 16).bfloat16(), torch.zeros(EXPERTS, 8, HIDDEN).bfloat16()
+    return ep_torch.expert_mlp(w["plain"], w["rows"], w["idx"], weights, w1, w2, **options).tolist()
+
+
 def _send_tensors(w: dict[str, Any], **options: Any) -> Any:
     sent = ep_torch.dispatch(w["plain"], w["rows"], w["idx"], **options)
     return sent.recv_x.shape, type(sent.handle.num_recv_rows), sent.num_recv_tokens_per_expert_list
@@ -208,6 +214,7 @@ CASES: dict[str, Case] = {
         "NetworkOptions",
         _positional(lambda w, *n: NetworkOptions(**dict(zip(_NETWORK, n, strict=True))).common(), **_NETWORK),
     ),
+    "torch.expert_mlp.num_worst_tokens": (127, lambda w, v: _run_experts(w, num_worst_tokens=v)),
     "torch.dispatch.num_worst_tokens": (8, lambda w, v: _send_tensors(w, num_worst_tokens=v)),
     "torch.dispatch.expert_alignment": (4, lambda w, v: _send_tensors(w, expert_alignment=v)),
     "jax.dispatch.num_worst_tokens": (8, lambda w, v: ep_jax.dispatch(w["plain"], X, IDX, num_worst_tokens=v).recv_x.shape),
