@@ -227,7 +227,7 @@ def test_a_tile_that_never_comes(how, settings):
 
 @pytest.mark.parametrize("how", ["weighted", pytest.param("topk", marks=pytest.mark.full)])
 def test_a_product_on_the_stream_of_the_caller(how):
-    """The combine runs on the Buffer's own stream beside a product that is queued before it, as the documentation says.
+    """The program queues a product on its stream. The combine follows on the Buffer's own stream, and runs beside the product.
 
     While all calls are on one stream, events are recorded late. So the first such call waits for the product, and the first one that gets
     used memory. From the third one on, a product may wait for the combine to begin.

@@ -27,7 +27,7 @@ namespace {
 
 constexpr size_t kStackBytes = 64 * 1024 + 320;  // adjacent stacks begin in different cache lines
 constexpr size_t kStaticSharedBytes = 256 * 1024;
-// If each lane makes so many steps without effect, all lanes wait for time.
+// If each lane makes so many steps without effect, all lanes wait for time. The second number is for lanes that never look at the clock.
 constexpr int kIdleSteps = 256, kMostIdleSteps = 4096;
 
 struct Grid;

@@ -23,7 +23,7 @@ constexpr unsigned char kGarbage = 0xa5;  // the contents of memory that nothing
 
 uint64_t random_below(uint64_t end);
 
-// Call this before each access that other threads may notice: the scheduler may run them here. `wrote`: the access is a store.
+// Call this before each access that other threads may notice: the scheduler may run them here. `wrote`: it may have an effect on others.
 void step(bool wrote);
 
 // Whether waiting kernels keep time with a word.
