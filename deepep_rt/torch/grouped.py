@@ -11,7 +11,6 @@ from ..errors import EPInputError
 from .tensor_ops import aligned
 
 if TYPE_CHECKING:
-    from ..buffer import Buffer
     from ..results import DispatchResult
 
 _FP8 = (torch.float8_e4m3fn,)
@@ -79,33 +78,6 @@ def product_of_rows(sent: DispatchResult, weight: torch.Tensor, scales: tuple[to
         tile_product.launch(min(sent.num_sms, num_sms - 1), *arguments, **options)
     here.wait_stream(theirs)
     return out
-
-
-def combined_product(
-    buffer: Buffer, sent: DispatchResult, x: torch.Tensor, weight: torch.Tensor, *, topk_weights: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the combine of `x @ weight[e]`, whose rows leave while the product runs. `x` has the rows of `sent`, `topk_weights` theirs.
-
-    Not public: it has run nowhere but in Triton's interpreter.
-    """
-    tile_rows = sent.handle.tile_rows
-    how: dict[str, Any] = dict(topk_weights=topk_weights, weighted=topk_weights is not None)
-    if not has_kernel(x, weight, tile_rows):
-        return buffer.combine(grouped_mm(x, weight, sent.expert_offsets[1:]), sent.handle, **how).x
-    from . import tile_product
-
-    x, out = aligned(x), x.new_empty((x.shape[0], weight.shape[2]))
-    words = torch.zeros(x.shape[0] // tile_rows, dtype=torch.int32, device=x.device)
-    ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
-    cleared = torch.cuda.current_stream().record_event()
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    # The blocks of the combine wait for SMs: those of the first blocks of the product that end.
-    leaving = min(buffer.num_sms, num_sms - 1)
-    options: dict[str, Any] = dict(tile_rows=tile_rows, written=words, signal=sent.signal, leaving=leaving)
-    tile_product.launch(num_sms, x, weight, out, sent.recv_expert_idx, ticket, **options)
-    back = buffer.combine(out, sent.handle, **how, y_ready=words, previous_event=cleared, async_finish=True)
-    back.event.wait()
-    return back.x
 
 
 def grouped_mlp(

@@ -1,7 +1,4 @@
-"""A grouped matrix product in Triton, whose tiles wait for their rows, or tell when theirs are written. Triton comes with PyTorch.
-
-A tile of the result has `COLUMNS` columns, so several blocks write the rows of a word. Each counts down, and the last one sets the word.
-"""
+"""A grouped matrix product in Triton, whose tiles wait for their rows. Triton comes with PyTorch."""
 
 from __future__ import annotations
 
@@ -15,16 +12,13 @@ import triton.language as tl
 COLUMNS = 128
 """Columns of a tile of the result."""
 
-LAST_PART = 0.2
-"""The part of the tiles during which a combine gets SMs. Few tokens are complete before."""
-
 _STAGE_BYTES, _LEAST_SHARED_BYTES = 34 * 1024, 99 * 1024
 
 _DEPTH = {1: 128, 2: 64}  # elements of a step, by the bytes of an element. With FP8, a step has one scale for each row
 
 
 # A version for each kind of number would be compiled while other ranks wait.
-@triton.jit(do_not_specialize=["num_tiles", "num_staying", "leave_at"])
+@triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_product(  # type: ignore[no-untyped-def]
     x,
     x_scales,
@@ -34,19 +28,14 @@ def _grouped_product(  # type: ignore[no-untyped-def]
     experts,
     ready,
     signal,
-    written,
-    unwritten,
     ticket,
     num_tiles,
-    num_staying,
-    leave_at,
     num_columns,
     depth,
     stride_expert,
     stride_depth,
     stride_column,
     WAITS: tl.constexpr,
-    TELLS: tl.constexpr,
     FP8: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -89,16 +78,7 @@ def _grouped_product(  # type: ignore[no-untyped-def]
                     left += DEPTH
                     right += DEPTH * stride_depth
             tl.store(out + row[:, None] * num_columns + column[None, :], sums.to(out.dtype.element_ty))
-        if TELLS:
-            tl.debug_barrier()  # all threads have stored their parts
-            if tl.atomic_add(unwritten + down, -1, sem="acq_rel") == 1:
-                tl.atomic_xchg(written + down, signal, sem="release", scope="sys")
-            if tl.program_id(0) >= num_staying and tile >= leave_at:
-                tile += total
-            else:
-                tile = tl.atomic_add(ticket, 1, sem="relaxed")
-        else:
-            tile = tl.atomic_add(ticket, 1, sem="relaxed")
+        tile = tl.atomic_add(ticket, 1, sem="relaxed")
 
 
 @functools.cache
@@ -119,21 +99,16 @@ def launch(
     tile_rows: int,
     scales: tuple[Any, Any] | None = None,
     ready: Any = None,
-    written: Any = None,
     signal: int = 1,
-    leaving: int = 0,
 ) -> None:
     """Launch blocks that take tiles of a product until none is left. Launches that share `ticket`, which begins with 0, share the tiles.
 
     `x` is `[rows, depth]`, `weight` `[experts, depth, columns]` with any strides, `out` `[rows, columns]`. All rows of a tile of
     `tile_rows` rows belong to the expert of its first row in `experts`; -1 skips the tile. With `ready`, a tile waits until its word is
-    `signal`. With `written`, a word becomes `signal` once the rows of its tile are written. `leaving` blocks end when they have made
-    a tile of the last `LAST_PART`, so that another kernel gets their SMs. Tiles that are skipped count too.
+    `signal`.
     """
     _, depth, columns = weight.shape
     x_scales, weight_scales = scales or (x, x)
-    num_tiles, across = x.shape[0] // tile_rows, columns // COLUMNS
-    unwritten = experts if written is None else experts.new_full((num_tiles,), across)
     _grouped_product[(programs,)](
         x,
         x_scales,
@@ -143,17 +118,12 @@ def launch(
         experts,
         experts if ready is None else ready,
         signal,
-        experts if written is None else written,
-        unwritten,
         ticket,
-        num_tiles,
-        programs - leaving,
-        int((1 - LAST_PART) * num_tiles * across),
+        x.shape[0] // tile_rows,
         columns,
         depth,
         *weight.stride(),
         WAITS=ready is not None,
-        TELLS=written is not None,
         FP8=scales is not None,
         ROWS=tile_rows,
         COLUMNS=COLUMNS,

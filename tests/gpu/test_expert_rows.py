@@ -11,7 +11,6 @@ from gpu_buffers import captured, cpu, make, poison, replays, rounds, routing, r
 
 from deepep_rt import EPTimeoutError  # noqa: E402
 from deepep_rt.torch import grouped_product  # noqa: E402
-from deepep_rt.torch.grouped import combined_product  # noqa: E402
 
 NAMES = (
     "recv_topk_weights",
@@ -220,24 +219,6 @@ def test_sums_of_tiles(comm):
             if not how["weighted"]:
                 same(out.topk_weights, want.topk_weights)
             torch.cuda.current_stream().wait_stream(writer)
-
-
-def test_a_product_that_tells_of_its_tiles(comm):
-    """The combine of a product whose rows leave while it runs has the bits of a combine after the same product."""
-    with make(comm, hidden=1024, num_max_tokens_per_rank=256, num_sms=16) as gpu:
-        matrices = weights_of(comm, gpu).transpose(1, 2).contiguous()  # [experts, 256, hidden]
-        for i in rounds(comm, 300, every=20, cycles=2e6):
-            x, idx, weights = tokens(comm, gpu, i, some(comm, i, 256))
-            sent = gpu.dispatch(x, idx, weights, layout="expert", expert_alignment=(64, 128)[i % 2])
-            inner = torch.randn((len(sent.recv_x), 256), device="cuda").bfloat16()
-            out = combined_product(gpu, sent, inner, matrices, topk_weights=sent.recv_topk_weights)
-            y = torch.full_like(sent.recv_x, torch.nan)
-            if len(y):
-                from deepep_rt.torch import tile_product  # needs Triton
-
-                ticket = torch.zeros(1, dtype=torch.int32, device="cuda")
-                tile_product.launch(32, inner, matrices, y, sent.recv_expert_idx, ticket, tile_rows=sent.handle.tile_rows)
-            same(out, gpu.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True).x)
 
 
 def test_a_consumer_of_tiles_in_a_graph(comm):
