@@ -90,7 +90,7 @@ class Layer:
         self.weights, self.idx = torch.rand(tokens, settings.experts, generator=random, device="cuda").topk(settings.topk)
         self.w1 = (normal(experts, 2 * inner, hidden) * hidden**-0.5).transpose(1, 2)
         self.w2 = (normal(experts, hidden, inner) * inner**-0.5).transpose(1, 2)
-        if not has_kernel(self.x.new_empty((128, hidden)), self.w1, 128):
+        if not has_kernel(self.w1, 128, 128):
             raise EPUnavailableError(
                 "no product in Triton for these sizes; expected Triton, and multiples of 128. Change --hidden"
             )

@@ -137,6 +137,10 @@ class _Arrays(_ProcessLocal):
         return None if view is None else view.to_framework()
 
 
+NUM_TICKETS = 4
+"""Counters of a dispatch with `signals=True` that begin with 0. Internal."""
+
+
 @dataclass(eq=False)
 class DispatchResult(_Arrays):
     """The rows that arrived at this rank, in the order (source rank, source token).
@@ -158,6 +162,13 @@ class DispatchResult(_Arrays):
     """With `signals=True` on GPUs: after this event, the call has cleared the words of `tile_ready`. The stream that was current at the
     call waits for it. Let any other stream wait for it before a kernel there reads the words. None on the host backend.
     """
+
+    tickets_taken: int = field(default=0, init=False, repr=False)  # internal
+
+    @cached_property
+    def tickets(self) -> Any:
+        """Counters, int32 on the device, that begin with 0: the blocks of a kernel take tiles in turn. Internal; None without signals."""
+        return self._array("tickets")
 
     @cached_property
     def recv_x(self) -> Any:

@@ -7,8 +7,8 @@
 // Roles of the blocks:
 // - The first num_sending blocks push rows to the other ranks. Copy warps take places of `order` in turn. A signal warp raises a word for
 //   each row that is written: the place and the row. It raises all due words after each fence.
-// - Copy warps of the other blocks expand rows: those of the own rank from x, those of other ranks where they arrived. Places belong to
-//   warps. The other warps of these blocks fill the padding.
+// - Copy warps expand rows: those of the own rank from x, those of other ranks where they arrived. They claim places in ascending order,
+//   in sending blocks once they have sent. The other warps of blocks that do not send fill the padding.
 // Sending warps wait for nothing, and the memory for arriving rows holds all of them. So the kernel cannot deadlock while the blocks of
 // each rank get to run.
 //
@@ -225,9 +225,9 @@ __device__ __forceinline__ char* expert_row(const Params& p, i64 row) { return a
 // Calls copy(from, mine) for the rows of this warp, as they arrive. `mine` is the row of choice `lane` of each, or -1.
 template <class Copy>
 __device__ __forceinline__ void for_each_arriving_row(const Params& p, const Routes& routes, u32 epoch, Copy copy) {
-  const int worker = (blockIdx.x - p.num_sending) * kTilesCopyWarps + warp_idx();
-  const int num_workers = (gridDim.x - p.num_sending) * kTilesCopyWarps, num_items = routes.max_arriving * routes.count();
-  for (int item = worker; item < num_items; item += num_workers) {
+  const WorkQueue queue = {&at<State>(p.state, 0)->dispatch_items, routes.max_arriving * routes.count(), 1};
+  WorkIterator items(queue, [](int) {});
+  for (int item = items.next(); item >= 0; item = items.next()) {
     const Item it = item_at(routes, item, p.rank);
     if (it.chunk >= routes.num_arriving[it.rank]) continue;
     Arrived arrived;
@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(kTilesThreads, 1) expand_tiles(cons
   extern __shared__ __align__(128) char stages[];
   __shared__ Routes routes;
   __shared__ Sent sent[kTilesCopyWarps];
-  __shared__ u64 barriers[kTilesCopyWarps * kTilesStages];
+  __shared__ u64 barriers[2][kTilesCopyWarps * kTilesStages];  // to send, to expand
   __shared__ Vec16 zeros[(kZeroBytes + 128) / sizeof(Vec16)];
   await_predecessor();
   State* state = at<State>(p.state, 0);
@@ -358,22 +358,18 @@ extern "C" __global__ void __launch_bounds__(kTilesThreads, 1) expand_tiles(cons
 
   if (!routes.idle) {
     char* my_stages = stages + warp * kTilesStages * kStageBytes;
-    u64* my_barriers = barriers + warp * kTilesStages;
+    u64* my_barriers[2] = {barriers[0] + warp * kTilesStages, barriers[1] + warp * kTilesStages};
     const bool copies = warp < kTilesCopyWarps, sends = blockIdx.x < p.num_sending;
-    if (sends && copies) {
+    if (copies) {
       if constexpr (kHasTma) {
-        send_rows_bulk(p, routes, epoch, my_stages, my_barriers, sent[warp]);
+        if (sends) send_rows_bulk(p, routes, epoch, my_stages, my_barriers[0], sent[warp]);
+        expand_bulk(p, routes, epoch, my_stages, my_barriers[1]);
       } else {
-        send_rows_by_warp(p, routes, epoch);
+        if (sends) send_rows_by_warp(p, routes, epoch);
+        expand_by_warp(p, routes, epoch);
       }
     } else if (sends) {
       if (kHasTma && warp == kTilesCopyWarps) signal_rows(p, epoch, sent);
-    } else if (copies) {
-      if constexpr (kHasTma) {
-        expand_bulk(p, routes, epoch, my_stages, my_barriers);
-      } else {
-        expand_by_warp(p, routes, epoch);
-      }
     } else {
       const int worker = (blockIdx.x - p.num_sending) * kPaddingWarps + warp - kTilesCopyWarps;
       for (int e = worker; e <= kNumLocalExperts; e += (gridDim.x - p.num_sending) * kPaddingWarps)
@@ -386,6 +382,6 @@ extern "C" __global__ void __launch_bounds__(kTilesThreads, 1) expand_tiles(cons
   if (routes.idle || was_aborted(p)) poison_tiles(p);
   if (lane_idx() == 0) {
     count_bytes(p, routes);
-    state->dispatch_blocks = 0;
+    state->dispatch_blocks = state->dispatch_items = 0;
   }
 }

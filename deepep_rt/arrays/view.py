@@ -66,9 +66,13 @@ class View:
 
     def to_framework(self) -> Any:
         """Return the array in the caller's framework, without a copy."""
+        self.note_use()
+        return self.framework.wrap(self)
+
+    def note_use(self) -> None:
+        """Note that the caller's current stream uses the memory."""
         if hasattr(self.owner, "add_framework"):
             self.owner.add_framework(self.framework, self.device)
-        return self.framework.wrap(self)
 
     def capsule(self, dtype: str | None = None) -> Any:
         """Return a DLPack capsule. `dtype` replaces the dtype by one of the same size, for consumers that lack the original."""

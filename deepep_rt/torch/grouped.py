@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,9 +13,11 @@ from ..errors import EPInputError
 from .tensor_ops import aligned
 
 if TYPE_CHECKING:
+    from ..arrays.view import View
     from ..results import DispatchResult
 
 _FP8 = (torch.float8_e4m3fn,)
+_DTYPES = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 _GROUP = 128
 
 
@@ -47,37 +51,73 @@ def grouped_product(sent: DispatchResult, weight: torch.Tensor, *, weight_scales
         >>> with torch.no_grad():
         ...     y = grouped_product(sent, experts)
     """
-    scales = _check(sent, sent.recv_x, weight, weight_scales)
-    return product_of_rows(sent, weight, scales)
+    _check(sent, weight, weight_scales)
+    return product_of_rows(sent, weight, weight_scales if weight.dtype in _FP8 else None)
 
 
-def product_of_rows(sent: DispatchResult, weight: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
-    """Return what `grouped_product` does, for checked arguments. `scales` are those of FP8 rows and weights."""
-    x, tile_rows = sent.recv_x, sent.handle.tile_rows
-    if not has_kernel(x, weight, tile_rows):
+def product_of_rows(sent: DispatchResult, weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Return what `grouped_product` does, for checked arguments. `scales` are those of the weights, with FP8."""
+    num_rows, tile_rows = sent.handle.num_recv_rows, sent.handle.tile_rows
+    if not has_kernel(weight, num_rows, tile_rows):
         sent.event.wait()
-        return _after_the_dispatch(sent, x, weight, scales)
-    from . import tile_product  # Triton takes long to import
+        return _after_the_dispatch(sent, weight, scales)
+    from .tile_product import launch, num_sms  # Triton takes long to import
 
-    out = x.new_empty((x.shape[0], weight.shape[2]), dtype=torch.bfloat16)
-    ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    arguments: tuple[Any, ...] = (x, weight, out, sent.recv_expert_idx, ticket)
-    if (ready := sent.tile_ready) is None:
+    def pointer(name: str, dtype: torch.dtype) -> _Pointer:
+        view = sent.views[name]
+        assert view is not None
+        return _Pointer(view, dtype)
+
+    out = weight.new_empty((num_rows, weight.shape[2]), dtype=torch.bfloat16)
+    x, experts = pointer("x", weight.dtype), pointer("expert_idx", torch.int32)
+    both_scales = None if scales is None else (pointer("scales", torch.float32), scales)
+    options: dict[str, Any] = dict(tile_rows=tile_rows, scales=both_scales)
+    sms = num_sms(weight.device)
+    if sent.views.get("tile_ready") is None:
         sent.event.wait()
-        tile_product.launch(num_sms, *arguments, tile_rows=tile_rows, scales=scales)
+        launch(sms, x, weight, out, experts, _zero(weight.device), **options)
         return out
     if sent.words_cleared is not None:  # the call may have been made under another current stream
         sent.words_cleared.wait()
-    here, theirs = torch.cuda.current_stream(), torch.cuda.ExternalStream(cast(Any, sent.event).stream)
-    begins = here.record_event()  # behind `ticket`
-    options = dict(tile_rows=tile_rows, scales=scales, ready=ready, signal=sent.signal)
-    tile_product.launch(max(1, num_sms - sent.num_sms), *arguments, **options)
+    ticket = _ticket(sent)
+    here = torch.cuda.current_stream()
+    begins = here.record_event()  # behind earlier work with the memory of `out`, and behind `ticket`
+    options |= dict(ready=pointer("tile_ready", torch.int32), signal=sent.signal)
+    launch(max(1, sms - sent.num_sms), x, weight, out, experts, ticket, **options)
+    theirs = torch.cuda.ExternalStream(cast(Any, sent.event).stream)
     with torch.cuda.stream(theirs):  # behind the dispatch
         theirs.wait_event(begins)
-        tile_product.launch(min(sent.num_sms, num_sms - 1), *arguments, **options)
+        launch(min(sent.num_sms, sms - 1), x, weight, out, experts, ticket, **options)
     here.wait_stream(theirs)
     return out
+
+
+class _Pointer:
+    """An array of a result, as kernels in Triton take it. To make a tensor takes the host 25 us, and rows may arrive meanwhile."""
+
+    __slots__ = ("_ptr", "dtype")
+
+    def __init__(self, view: View, dtype: torch.dtype) -> None:
+        view.note_use()
+        self._ptr, self.dtype = view.ptr, dtype
+
+    def data_ptr(self) -> int:
+        """Return the address."""
+        return self._ptr
+
+
+def _zero(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _ticket(sent: DispatchResult) -> Any:
+    """Return a counter that is 0, for one product. The dispatch has made some."""
+    tickets, number = sent.views["tickets"], sent.tickets_taken
+    assert tickets is not None
+    if number == tickets.shape[0]:
+        return _zero(torch.device("cuda", tickets.device))
+    sent.tickets_taken = number + 1
+    return _Pointer(replace(tickets, ptr=tickets.ptr + number * tickets.itemsize), torch.int32)
 
 
 def grouped_mlp(
@@ -119,31 +159,31 @@ def grouped_mlp(
     return grouped_mm(inner, w2, sent.expert_offsets[1:])
 
 
-def _check(
-    sent: DispatchResult, x: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the scales of rows and weights, if rows are FP8."""
+def _check(sent: DispatchResult, weight: torch.Tensor, weight_scales: torch.Tensor | None) -> None:
     if sent.handle.layout != "expert":
         raise EPInputError("sent has rows by token; expected layout='expert'. Pass it to the dispatch")
-    if x.dtype not in (torch.bfloat16, *_FP8):
+    views = sent.views  # not as tensors, which take the host long to make: rows may arrive meanwhile
+    x, offsets, x_scales = views["x"], views["expert_offsets"], views.get("scales")
+    assert x is not None
+    assert offsets is not None
+    if x.dtype not in _DTYPES:
         raise EPInputError(f"recv_x.dtype={x.dtype}; expected bfloat16, or float8_e4m3fn with scales. Dispatch such rows")
-    experts = sent.expert_offsets.shape[0] - 1
-    if weight.dim() != 3 or weight.shape[:2] != (experts, x.shape[1]) or weight.dtype != x.dtype:
+    dtype, experts = _DTYPES[x.dtype], offsets.shape[0] - 1
+    if weight.dim() != 3 or weight.shape[:2] != (experts, x.shape[1]) or weight.dtype != dtype:
         raise EPInputError(
-            f"weight.shape={list(weight.shape)}, dtype={weight.dtype}; expected [{experts}, {x.shape[1]}, n] of {x.dtype}: a matrix for "
+            f"weight.shape={list(weight.shape)}, dtype={weight.dtype}; expected [{experts}, {x.shape[1]}, n] of {dtype}: a matrix for "
             f"each local expert. Pass such weights"
         )
     _check_no_gradient(weight, "weight")
-    x_scales = sent.recv_x_scales
-    if x.dtype not in _FP8:
-        return None
+    if dtype not in _FP8:
+        return
     groups = x.shape[1] // _GROUP
     if weight.shape[2] % _GROUP:
         raise EPInputError(
             f"weight.shape={list(weight.shape)}; expected a multiple of {_GROUP} columns with FP8 rows. Pad the weights"
         )
     wanted = weight.shape[0], weight.shape[2] // _GROUP, groups
-    if x_scales is None or x_scales.shape != (x.shape[0], groups) or x_scales.dtype != torch.float32:
+    if x_scales is None or x_scales.shape != (x.shape[0], groups) or x_scales.dtype != "float32":
         raise EPInputError(
             "recv_x_scales do not fit; expected float32 scales of 128 channels, in rows. Pass use_fp8=True to the dispatch, or x_scales"
         )
@@ -155,7 +195,6 @@ def _check(
     ):
         given = None if weight_scales is None else f"{list(weight_scales.shape)} {weight_scales.dtype}"
         raise EPInputError(f"weight_scales={given}; expected {list(wanted)} float32. Pass a scale for each block of 128 by 128")
-    return x_scales, weight_scales
 
 
 def _check_no_gradient(weight: torch.Tensor, name: str) -> None:
@@ -165,13 +204,13 @@ def _check_no_gradient(weight: torch.Tensor, name: str) -> None:
         )
 
 
-def has_kernel(x: torch.Tensor, weight: torch.Tensor, tile_rows: int) -> bool:
-    """Return whether tile_product has a kernel for these shapes."""
-    if not (x.is_cuda and tile_rows and x.shape[0] and x.shape[0] % tile_rows == 0):
+def has_kernel(weight: torch.Tensor, num_rows: int, tile_rows: int) -> bool:
+    """Return whether tile_product has a kernel for so many rows of the dtype of `weight`, `[experts, depth, columns]`."""
+    if not (weight.is_cuda and tile_rows and num_rows and num_rows % tile_rows == 0):
         return False
-    if x.dtype not in (torch.bfloat16, *_FP8) or x.shape[1] % _GROUP or weight.shape[2] % _GROUP:
+    if weight.dtype not in _DTYPES.values() or weight.shape[1] % _GROUP or weight.shape[2] % _GROUP:
         return False
-    if x.dtype in _FP8 and torch.cuda.get_device_capability(x.device) < (8, 9):
+    if weight.dtype in _FP8 and _capability(weight.device) < (8, 9):
         return False
     try:
         import triton  # noqa: F401
@@ -180,13 +219,17 @@ def has_kernel(x: torch.Tensor, weight: torch.Tensor, tile_rows: int) -> bool:
     return True
 
 
-def _after_the_dispatch(
-    sent: DispatchResult, x: torch.Tensor, weight: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU. PyTorch takes 30 us for it."""
+    return torch.cuda.get_device_capability(device)
+
+
+def _after_the_dispatch(sent: DispatchResult, weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    x = sent.recv_x
     if scales is not None:
-        x_scales, weight_scales = scales
-        x = (x.float().view(len(x), -1, _GROUP) * x_scales.unsqueeze(2)).view(x.shape).bfloat16()
-        blocks = weight_scales.transpose(1, 2).repeat_interleave(_GROUP, 1).repeat_interleave(_GROUP, 2)
+        x = (x.float().view(len(x), -1, _GROUP) * sent.recv_x_scales.unsqueeze(2)).view(x.shape).bfloat16()
+        blocks = scales.transpose(1, 2).repeat_interleave(_GROUP, 1).repeat_interleave(_GROUP, 2)
         weight = (weight.float() * blocks).bfloat16()
     return grouped_mm(x, weight, sent.expert_offsets[1:])
 
@@ -228,7 +271,7 @@ def _in_lines(matrices: torch.Tensor) -> torch.Tensor:
 
 def _without_rows_zero(matrices: torch.Tensor, ends: torch.Tensor, counts: list[int] | None) -> torch.Tensor:
     """Set the matrices of experts without rows to zero. PyTorch's kernels for Blackwell write anything there (pytorch/pytorch#172439)."""
-    if torch.cuda.get_device_capability(matrices.device)[0] < 10:
+    if _capability(matrices.device)[0] < 10:
         return matrices
     if counts is None:  # a pass over all matrices, so that the host needs no counts
         return matrices.masked_fill_((ends.diff(prepend=ends.new_zeros(1)) == 0)[:, None, None], 0)

@@ -42,9 +42,16 @@ class Consumer:
         self._machine, self._rank = machine, rank
         self._rows = bytes_of(views["x"])
         self._ready = array_at(views["tile_ready"].ptr, views["tile_ready"].shape, "int32")
+        self._tickets = array_at(views["tickets"].ptr, views["tickets"].shape, "int32")
         self._tile_rows, self._signal, self._owner = sent.handle.tile_rows, sent.signal, sent
         self._num_idle_reads = 0
+        machine.queue(rank, self._take_tickets)
         self.read_again()
+
+    def _take_tickets(self):
+        assert not self._tickets.any()
+        self._tickets[:] = 3
+        return True
 
     def read_again(self):
         """Queue the work, for the next rows."""

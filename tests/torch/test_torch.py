@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from launch import run_checks, run_example
@@ -136,12 +136,25 @@ def test_gradients_of_experts_without_rows(
 
     from deepep_rt.torch import grouped
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(grouped, "_capability", lambda device: (capability, 0))
     matrices = torch.full((3, 2, 2), torch.nan)
     matrices[1] = 5
     found = grouped._without_rows_zero(matrices, torch.tensor([0, 128, 128], dtype=torch.int32), counts)
     assert (found[1] == 5).all()
     assert bool((found[[0, 2]] == 0).all()) == is_zero
+
+
+def test_counters_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product of a dispatch gets a counter of its own."""
+    from deepep_rt.arrays.frameworks import VIEWS
+    from deepep_rt.arrays.view import View
+    from deepep_rt.torch import grouped
+
+    monkeypatch.setattr(grouped, "_zero", lambda device: "new")
+    sent = SimpleNamespace(views={"tickets": View(640, (2,), "int32", 0, None, VIEWS)}, tickets_taken=0)
+    tickets = [grouped._ticket(sent) for _ in range(4)]
+    assert [ticket.data_ptr() for ticket in tickets[:2]] == [640, 644]
+    assert tickets[2:] == ["new", "new"]
 
 
 def test_matrices_that_grouped_products_refuse_are_copied() -> None:

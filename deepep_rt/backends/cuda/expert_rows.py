@@ -7,12 +7,12 @@ before a combine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...arrays.view import View
+from ...arrays.view import Framework, View
 from ...comm.call_signature import pack
 from ...config import tile_rows_of
 from ...errors import EPOutOfMemoryError
@@ -22,10 +22,10 @@ from ...kernels.structs import ChoiceRow
 from ...kernels.tuning import CHOICES_PER_BLOCK, MAX_POSITION_BLOCKS, TAIL_ROWS
 from ...results import DispatchHandle, Views
 from ..base import SCALE_COLUMN_ALIGNMENT, Call, CombineInputs, DispatchInputs
-from .result_memory import ArrivingRows, CallMemory, combine_views
+from .result_memory import ArrivedRows, ArrivingRows, CallMemory, combine_views, counts_view
 from .runtime import CudaRuntime, address_of
 from .throughput import NodesThroughput, RowMover
-from .tile_signals import TileSignals
+from .tile_signals import TileSignals, TileWords
 from .tile_sums import TileSums
 
 
@@ -67,42 +67,44 @@ class ExpertRows:
             by_token, order = tiles.by_token(by_token), tiles.make_order(known)
         if known:
             handle = known
-            _, make_views = self._by_token.send_rows(by_token, call, tiles.note_place if tiles else None)
+            _, arrived = self._by_token.send_rows(by_token, call, tiles.note_place if tiles else None)
         else:
-            handle, make_views = self._send_with_new_routing(inputs, by_token, call, tiles, order)
+            handle, arrived = self._send_with_new_routing(inputs, by_token, call, tiles, order)
+        # The GPU may have nothing to do from here to the launches, so nothing here is done earlier than it has to.
         half = self._runtime.monitor.call_half(
             "a dispatch was interrupted between its rows by token and by expert", "kPhaseDispatchRows"
         )
-        with ExitStack() as second_half:
-            if tiles is not None:  # the other ranks wait for the rows, which this half sends
-                second_half.enter_context(half)
-            views = make_views()
-            if tiles is not None:
-                assert views["x"] is not None
-                views["x"] = tiles.rows_of(views["x"])
-            routing: RowsByExpert = handle.routing
-            routing.memory.add_stream(stream)
-            parts = self._result(handle.num_recv_rows, views, inputs.scales_by_column)
+        routing: RowsByExpert = handle.routing
+        routing.memory.add_stream(stream)
+        parts = self._result(handle.num_recv_rows, inputs)
+        with half if tiles is not None else nullcontext():  # the other ranks wait for the rows, which `tiles` sends
             try:
                 memory = self._memory.allocate(parts.num_bytes, call, call.caller_stream)
             except EPOutOfMemoryError as error:
                 error.call_made = tiles is None  # the rows by token have arrived, and the other ranks do not know of this error
                 raise
-            counts = views["num_recv_per_expert"]
-            assert counts is not None
-            if tiles is None:
-                second_half.enter_context(half)
-            self._launch_expand(handle, views, inputs, parts, memory.ptr, stream)
+        words = None
+        with half:
+            self._launch_expand(handle, arrived, inputs, parts.offsets, memory.ptr, stream)
             if tiles is None:
                 self._runtime.order.record_end(call, (), (routing.memory,))
             else:
-                tiles.queue(handle, order, routing.tables, memory.ptr + parts.offsets["x"])
+                words = tiles.queue(handle, order, routing.tables, memory.ptr + parts.offsets["x"])
                 own = (routing.memory,) if order is None else (routing.memory, order)
                 self._runtime.order.record_end(call, (inputs.x, inputs.topk_idx), own, inputs.x, inputs.topk_idx)
-        formats = {name: view and (view.dtype, view.shape[1:]) for name, view in views.items()}
-        words = None if tiles is None else (tiles.memory, tiles.num_tiles(handle.num_recv_rows))
-        make = functools.partial(self._views, formats, counts, handle, inputs.scales_by_column, parts, memory, call.stream, words)
-        return handle, make
+        make_views = functools.partial(
+            self._views,
+            handle.num_recv_rows,
+            arrays=[(view.dtype, view.shape) if view else None for view in (inputs.x, inputs.topk_weights, inputs.scales)],
+            framework=inputs.x.framework,
+            scales_by_column=inputs.scales_by_column,
+            offsets=parts.offsets,
+            memory=memory,
+            counts=arrived.counts,
+            stream=stream,
+            words=words,
+        )
+        return handle, make_views
 
     def add_up(self, inputs: CombineInputs, call: Call) -> Callable[[], Views]:
         """Queue a combine. Return the function that makes its results."""
@@ -145,9 +147,9 @@ class ExpertRows:
 
     def _send_with_new_routing(
         self, inputs: DispatchInputs, by_token: DispatchInputs, call: Call, tiles: TileSignals | None, order: Any
-    ) -> tuple[DispatchHandle, Callable[[], Views]]:
+    ) -> tuple[DispatchHandle, ArrivedRows]:
         """Queue the dispatch of the rows by token, and behind it the search of the rows of each expert. Return the handle of rows by
-        expert.
+        expert, and the rows by token.
 
         The tables have room for the most rows by token, so the search needs no count on the host. It is therefore queued before the host
         waits for counts, if the dispatch is. The memory of the tables is allocated before any launch: without room this rank makes no call.
@@ -182,7 +184,7 @@ class ExpertRows:
             num_blocks = -(-rows.capacity * self._config.num_topk // CHOICES_PER_BLOCK)
             launch_local("expert_positions", call.stream, values, max(1, min(num_blocks, MAX_POSITION_BLOCKS)))
 
-        sent, make_views = self._by_token.send_rows(by_token, call, find_positions)
+        sent, arrived = self._by_token.send_rows(by_token, call, find_positions)
         counts = sent.num_recv_tokens_per_expert_list
         num_rows = worst
         if num_rows is None:
@@ -193,27 +195,31 @@ class ExpertRows:
         handle = DispatchHandle(
             sent.num_tokens, num_rows, counts, sent.buffer_serial, routing, {}, layout="expert", tile_rows=tile_rows
         )
-        return handle, make_views
+        return handle, arrived
 
     def _launch_expand(
-        self, handle: DispatchHandle, by_token: Views, inputs: DispatchInputs, parts: Map, base: int, stream: int
+        self,
+        handle: DispatchHandle,
+        arrived: ArrivedRows,
+        inputs: DispatchInputs,
+        offsets: dict[str, int],
+        base: int,
+        stream: int,
     ) -> None:
-        routing: RowsByExpert = handle.routing
-        x, scales, num_rows = by_token["x"], by_token.get("scales"), handle.num_recv_rows
-        assert x is not None
+        tables, x, scales, num_rows = handle.routing.tables, inputs.x, inputs.scales, handle.num_recv_rows
         values = {
-            "x": x.ptr,
-            "scales": address_of(scales),
-            "topk_weights": address_of(by_token.get("topk_weights")),
-            "src_idx": address_of(by_token["src_idx"]),
-            **{name: routing.tables[name] for name in ("positions", "offsets", "ends", "totals")},
-            "out_x": base + parts.offsets["x"],
-            "out_scales": base + parts.offsets["scales"],
-            "out_weights": base + parts.offsets["topk_weights"],
-            "out_src_idx": base + parts.offsets["src_idx"],
-            "out_experts": base + parts.offsets["expert_idx"],
-            "out_offsets": base + parts.offsets["expert_offsets"],
-            "out_num_recv": base + parts.offsets["num_recv"],
+            "x": arrived.address("x"),
+            "scales": arrived.address("scales") if scales else 0,
+            "topk_weights": arrived.address("topk_weights") if inputs.topk_weights else 0,
+            "src_idx": arrived.address("src_idx"),
+            **{name: tables[name] for name in ("positions", "offsets", "ends", "totals")},
+            "out_x": base + offsets["x"],
+            "out_scales": base + offsets["scales"],
+            "out_weights": base + offsets["topk_weights"],
+            "out_src_idx": base + offsets["src_idx"],
+            "out_experts": base + offsets["expert_idx"],
+            "out_offsets": base + offsets["expert_offsets"],
+            "out_num_recv": base + offsets["num_recv"],
             "row_bytes": 0 if inputs.signals and not isinstance(self._by_token, NodesThroughput) else x.row_bytes,
             "scale_words": scales.row_bytes // 4 if scales else 0,
             "scale_stride": align_up(num_rows, SCALE_COLUMN_ALIGNMENT) if inputs.scales_by_column else 0,
@@ -222,14 +228,13 @@ class ExpertRows:
             "num_rows": num_rows,
             "zero_padding": inputs.zero_padding,
         }
-        num_items = x.shape[0] + self._config.num_local_experts + -(-num_rows // TAIL_ROWS)
+        num_items = arrived.num_rows + self._config.num_local_experts + -(-num_rows // TAIL_ROWS)
         launch_local("expand_rows", stream, values, num_items)
 
-    def _result(self, num_rows: int, by_token: Views, scales_by_column: bool) -> Map:
+    def _result(self, num_rows: int, inputs: DispatchInputs) -> Map:
         """Arrange the results of a dispatch."""
-        x, scales, weights = by_token["x"], by_token.get("scales"), by_token.get("topk_weights")
-        assert x is not None
-        scale_rows = align_up(num_rows, SCALE_COLUMN_ALIGNMENT) if scales_by_column else num_rows
+        x, scales, weights = inputs.x, inputs.scales, inputs.topk_weights
+        scale_rows = align_up(num_rows, SCALE_COLUMN_ALIGNMENT) if inputs.scales_by_column else num_rows
         return arrange(
             [
                 ("expert_offsets", 4 * (self._config.num_local_experts + 1)),
@@ -244,41 +249,43 @@ class ExpertRows:
 
     def _views(
         self,
-        formats: dict[str, Any],
-        counts: View,
-        handle: DispatchHandle,
+        num_rows: int,
+        *,
+        arrays: Sequence[tuple[str, tuple[int, ...]] | None],
+        framework: Framework,
         scales_by_column: bool,
-        parts: Map,
+        offsets: dict[str, int],
         memory: Any,
+        counts: tuple[int, Any],
         stream: int,
-        words: tuple[Any, int] | None,
+        words: TileWords | None,
     ) -> Views:
-        num_rows = handle.num_recv_rows
-        dtype, row = formats["x"]
+        """Make the results. `arrays` are dtypes and shapes of x, topk_weights and scales. `words` are those of the tiles, with signals."""
+        x, weights, scales = arrays
+        assert x is not None
         shapes = {
-            "x": (dtype, (num_rows, *row)),
+            "x": (x[0], (num_rows, *x[1][1:])),
             "src_idx": ("int32", (num_rows, 3)),
             "expert_idx": ("int32", (num_rows,)),
             "expert_offsets": ("int32", (self._config.num_local_experts + 1,)),
             "num_recv": ("int32", (1,)),
         }
-        if formats.get("topk_weights"):
+        if weights:
             shapes["topk_weights"] = "float32", (num_rows,)
-        if formats.get("scales"):
-            dtype, (num_scales,) = formats["scales"]
+        if scales:
+            dtype, (_, num_scales) = scales
             by_column = num_scales, align_up(num_rows, SCALE_COLUMN_ALIGNMENT)
             shapes["scales"] = dtype, by_column if scales_by_column else (num_rows, num_scales)
-        result, framework = self._runtime.result, counts.framework
+        # A consumer of tiles must not wait for the end of the call.
+        result, fills = self._runtime.result, stream if words is None else None
         views: Views = {
-            name: result(memory.ptr + parts.offsets[name], shape, dtype, memory, framework, stream)
+            name: result(memory.ptr + offsets[name], shape, dtype, memory, framework, fills)
             for name, (dtype, shape) in shapes.items()
         }
-        views["num_recv_per_expert"] = counts
+        views["num_recv_per_expert"] = counts_view(self._runtime, "num_recv_per_expert", counts, framework, fills)
         if words is not None:
-            owner, num_tiles = words
-            views["tile_ready"] = result(owner.ptr, (num_tiles,), "int32", owner, framework, stream)
-            # A consumer of tiles must not wait for the end of the call.
-            views = {name: view and replace(view, dependency=None) for name, view in views.items()}
+            for name, (ptr, length) in words.arrays().items():
+                views[name] = result(ptr, (length,), "int32", words.memory, framework, None)
         return views
 
 

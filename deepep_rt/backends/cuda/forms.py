@@ -28,7 +28,7 @@ from ..base import BufferInfo, Call, CallForm, CombineInputs, DispatchInputs, Lo
 from ..hooks import HookQueue, check_hook_called
 from .low_latency import LowLatency, dispatch_kernel
 from .monitor import whole_call
-from .result_memory import combine_views, dispatch_views
+from .result_memory import ArrivedRows, combine_views
 from .runtime import CudaRuntime
 from .stream_order import CallEnd, must_hold_arguments
 from .throughput import RowMover, receive_window
@@ -215,7 +215,7 @@ class DispatchForm(_ThroughputForm):
 
     def _views(self, rows: tuple[int, Any], counts: tuple[int, Any], stream: int) -> Views:
         offsets = self._parts.offsets
-        return dispatch_views(self._runtime, self._arrays, offsets, self._num_rows, rows=rows, counts=counts, stream=stream)()
+        return ArrivedRows(self._runtime, self._arrays, offsets, self._num_rows, rows=rows, counts=counts, stream=stream)()
 
 
 class CombineForm(_ThroughputForm):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...arrays.view import View
+from ...arrays.view import Framework, View
 from ...cuda import driver
 from ...cuda.captured_graph import CapturedGraph
 from ...cuda.pool import Block, Pool
@@ -245,41 +245,56 @@ OnLaunch = Callable[[ArrivingRows], None]
 """Launches more kernels behind a dispatch. It may not fail for a reason of one rank: the other ranks have made the call."""
 
 
-def dispatch_views(
-    runtime: CudaRuntime,
-    arrays: Sequence[Any],
-    offsets: dict[str, int],
-    num_rows: int,
-    *,
-    rows: tuple[int, Any],
-    counts: tuple[int, Any],
-    stream: int,
-) -> Callable[[], Views]:
-    """Return the function that makes the results of a dispatch.
+class ArrivedRows:
+    """The results of a dispatch by token, and where they lie. Call it for Views of them.
 
     Results have the dtypes and shapes of `arrays` (x, topk_idx, topk_weights, scales), but for the number of rows. `rows` and `counts` are
     an address each, with the owner of the memory there. `offsets` count from the address in `rows`.
     """
-    framework = arrays[0].framework
-    # The function does not hold the arguments: the caller may drop them before it reads the results.
-    formats = [(view.dtype, view.shape) if view else None for view in arrays]
 
-    def make_views() -> Views:
-        result = runtime.result
-        named = zip(("x", "topk_idx", "topk_weights", "scales"), formats, strict=True)
+    __slots__ = ("_formats", "_framework", "_offsets", "_runtime", "_stream", "counts", "num_rows", "rows")
+
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        arrays: Sequence[Any],
+        offsets: dict[str, int],
+        num_rows: int,
+        *,
+        rows: tuple[int, Any],
+        counts: tuple[int, Any],
+        stream: int,
+    ) -> None:
+        self._runtime, self._offsets, self._stream = runtime, offsets, stream
+        self.num_rows, self.rows, self.counts = num_rows, rows, counts
+        self._framework = arrays[0].framework
+        # This does not hold the arguments: the caller may drop them before it reads the results.
+        self._formats = [(view.dtype, view.shape) if view else None for view in arrays]
+
+    def address(self, name: str) -> int:
+        """Return where an array of the result lies: "x", "topk_idx", "topk_weights", "scales" or "src_idx". The call has to have it."""
+        return self.rows[0] + self._offsets[name]
+
+    def __call__(self) -> Views:
+        result, num_rows, stream, framework = self._runtime.result, self.num_rows, self._stream, self._framework
+        named = zip(("x", "topk_idx", "topk_weights", "scales"), self._formats, strict=True)
         results = {name: (format_[0], (num_rows, *format_[1][1:])) for name, format_ in named if format_}
         results["src_idx"] = "int32", (num_rows, 2)
-        (base, rows_owner), (counts_base, counts_owner) = rows, counts
+        base, owner = self.rows
         views: Views = {
-            name: result(base + offsets[name], shape, dtype, rows_owner, framework, stream)
+            name: result(base + self._offsets[name], shape, dtype, owner, framework, stream)
             for name, (dtype, shape) in results.items()
         }
-        for name, shape in (("num_recv", (1,)), ("num_recv_per_expert", (runtime.config.num_local_experts,))):
-            ptr = counts_base + runtime.layout.counts.offsets[name]
-            views[name] = result(ptr, shape, "int32", counts_owner, framework, stream)
+        for name in ("num_recv", "num_recv_per_expert"):
+            views[name] = counts_view(self._runtime, name, self.counts, framework, stream)
         return views
 
-    return make_views
+
+def counts_view(runtime: CudaRuntime, name: str, counts: tuple[int, Any], framework: Framework, stream: int | None) -> View:
+    """Make the View of "num_recv" or "num_recv_per_expert". `counts` are an address and the owner of the memory there."""
+    base, owner = counts
+    shape = (1,) if name == "num_recv" else (runtime.config.num_local_experts,)
+    return runtime.result(base + runtime.layout.counts.offsets[name], shape, "int32", owner, framework, stream)
 
 
 def arriving_rows(

@@ -276,13 +276,17 @@ class CudaRuntime:
                 return to_device(self.device, stream, self.stream_pool, *views)
         return views
 
-    def result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int) -> View:
-        """Make the View of a result. Work on `stream` may still write it. Raise EPDestroyedError if the Buffer was destroyed."""
+    def result(self, ptr: int, shape: tuple[int, ...], dtype: str, owner: Any, framework: Framework, stream: int | None) -> View:
+        """Make the View of a result. Work on `stream` may still write it. None: consumers do not wait for that.
+
+        Raise EPDestroyedError if the Buffer was destroyed.
+        """
         if self.is_destroyed:
             raise EPDestroyedError(
                 "the Buffer of this result was destroyed before the first access to this array. Access result arrays before destroy()"
             )
-        return View(ptr, shape, dtype, self.device, owner, framework, driver.StreamWork(stream, self.context))
+        work = None if stream is None else driver.StreamWork(stream, self.context)
+        return View(ptr, shape, dtype, self.device, owner, framework, work)
 
     def for_caller(
         self, make_views: Callable[[], Views], is_host_caller: bool, stream: int, given: View | None = None

@@ -31,7 +31,7 @@ from .link_rates import copy_ceilings, far_bandwidth, far_latency
 from .monitor import whole_call
 from .network_memory import NetworkMemory
 from .repeated_call import RepeatedCall, check_stream
-from .result_memory import Growing, OnLaunch, Reservation, ResultMemory, arriving_rows, combine_views, dispatch_views
+from .result_memory import ArrivedRows, Growing, OnLaunch, Reservation, ResultMemory, arriving_rows, combine_views
 from .runtime import CudaRuntime, address_of
 
 _MAX_MEASURED_BYTES = 1 << 30
@@ -119,13 +119,13 @@ class RowMover(ABC):
 
     def send_rows(
         self, inputs: DispatchInputs, call: Call, on_launch: OnLaunch | None = None
-    ) -> tuple[DispatchHandle, Callable[[], Views]]:
+    ) -> tuple[DispatchHandle, ArrivedRows]:
         """Launch the routing, unless a handle gives it, and the dispatch of rows. Wait for the counts if only they tell the size.
 
         Over several nodes, wait before the launch of the dispatch if the pool has no room for `num_max_recv_tokens` rows, or grows.
         `on_launch` runs right after the launch of the dispatch: before the host waits for counts, if it can.
 
-        Return the handle, and the function that makes the results.
+        Return the handle and the results.
         """
         if self._unavailable:
             self.check_support()
@@ -184,11 +184,11 @@ class RowMover(ABC):
                 raise too_many_rows(self._runtime.rank, num_recv, self._config.num_max_recv_tokens, grows=self._waits_always)
             capacity = num_recv
         owner, base = self.results.keep(reserved, parts.offsets["x"] + capacity * row_bytes, call, reader)
-        make_views = dispatch_views(
+        arrived = ArrivedRows(
             self._runtime, arrays, parts.offsets, capacity, rows=(base, owner), counts=(counts, counts_owner), stream=stream
         )
         handle = known or DispatchHandle(x.shape[0], capacity, counts_list, self._runtime.info.serial, tables, {})
-        return handle, make_views
+        return handle, arrived
 
     def launching_rows(self) -> AbstractContextManager[None]:
         """Enter around the launches of a dispatch; see `Monitor.call_half`."""
@@ -596,7 +596,7 @@ class PreparedThroughput:
             return Call(-1, None, preparation.async_finish, None, x.framework)
 
         make_views = functools.partial(
-            dispatch_views, runtime, arrays, parts.offsets, num_rows, rows=(rows.ptr, rows), counts=(counts.ptr, counts)
+            ArrivedRows, runtime, arrays, parts.offsets, num_rows, rows=(rows.ptr, rows), counts=(counts.ptr, counts)
         )
 
         def make_sent(event: Event, stream: int) -> DispatchResult:

@@ -6,7 +6,7 @@ expands them as they arrive. Over several nodes, the words are written once all 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...arrays.view import View
@@ -14,7 +14,7 @@ from ...comm.call_signature import pack
 from ...config import ROW_ALIGNMENT, tile_rows_of
 from ...cuda import driver
 from ...jit.launch import launch_local, load_local
-from ...results import DispatchHandle, DispatchResult
+from ...results import NUM_TICKETS, DispatchHandle, DispatchResult
 from ..base import Call, DispatchInputs
 from ..inputs import most_recv_rows
 from .result_memory import ArrivingRows, CallMemory
@@ -23,6 +23,27 @@ from .throughput import NodesThroughput, RowMover
 
 _SENDING_SHARE = 3
 """One block in so many sends rows, and the others expand them."""
+
+_HEAD_WORDS = 32
+"""Words before those of the tiles, a line of memory: the tickets."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileWords:
+    """The memory of the tickets, of the words of the tiles, and of the kernels' counters. The first two begin with 0."""
+
+    memory: Any
+    num_tiles: int
+
+    @property
+    def ptr(self) -> int:
+        """The address of the words."""
+        address: int = self.memory.ptr
+        return address + 4 * _HEAD_WORDS
+
+    def arrays(self) -> dict[str, tuple[int, int]]:
+        """Return the address and the length of each array of int32."""
+        return {"tile_ready": (self.ptr, self.num_tiles), "tickets": (self.memory.ptr, NUM_TICKETS)}
 
 
 class TileSignals:
@@ -43,9 +64,8 @@ class TileSignals:
         self._most_tiles = -(-most_rows // self.tile_rows)
         stream, caller = call.stream, call.caller_stream
         runtime.order.enqueue_waits(call)
-        self.memory = memory.allocate(8 * self._most_tiles, call, caller)
-        """Of the words, and behind them of the kernels' counters."""
-        driver.fill_words(self.memory.ptr, 0, self._most_tiles, stream)
+        self._words = memory.allocate(4 * _HEAD_WORDS + 8 * self._most_tiles, call, caller)
+        driver.fill_words(self._words.ptr, 0, _HEAD_WORDS + self._most_tiles, stream)
         call.words_cleared = runtime.order.event(call)
         if caller not in (None, stream):
             call.words_cleared.wait(caller)
@@ -66,10 +86,6 @@ class TileSignals:
         """Note where rows by token arrive. Called once the dispatch by token is queued."""
         self._arriving_x = rows.x
 
-    def rows_of(self, arrived: View) -> View:
-        """Return the rows by token, from what the dispatch by token gave for them."""
-        return replace(arrived, shape=(arrived.shape[0], *self._x.shape[1:]), dtype=self._x.dtype)
-
     def make_order(self, known: DispatchHandle | None) -> Any:
         """Return the memory of the order in which rows leave. A handle may have one."""
         if not self._as_rows_arrive:
@@ -80,13 +96,15 @@ class TileSignals:
         config = self._runtime.config
         return self._memory.allocate(8 * config.num_ranks * config.num_max_tokens_per_rank, self._call)
 
-    def queue(self, handle: DispatchHandle, order: Any, tables: dict[str, int], out_x: int) -> None:
-        """Queue the kernels that move the rows, behind the one that expands the small arrays."""
+    def queue(self, handle: DispatchHandle, order: Any, tables: dict[str, int], out_x: int) -> TileWords:
+        """Queue the kernels that move the rows, behind the one that expands the small arrays. Return the words."""
         runtime, config, inputs, stream = self._runtime, self._runtime.config, self._inputs, self._call.stream
-        num_rows, words = handle.num_recv_rows, self.memory.ptr
+        num_rows = handle.num_recv_rows
+        made = TileWords(self._words, -(-num_rows // self.tile_rows))
+        words = made.ptr
         if not self._as_rows_arrive:
-            driver.fill_words(words, DispatchResult.signal, self.num_tiles(num_rows), stream)
-            return
+            driver.fill_words(words, DispatchResult.signal, made.num_tiles, stream)
+            return made
         known = inputs.handle
         x, (idx,) = self._x, runtime.on_device(stream, inputs.topk_idx)
         table, offsets = handle.routing.by_token.routing.ptr, runtime.layout.handle.offsets
@@ -133,7 +151,4 @@ class TileSignals:
             "call_signature": pack(self._by_token_inputs.signature),
         }
         runtime.launcher("expand_tiles")(stream, num_blocks, params)
-
-    def num_tiles(self, num_rows: int) -> int:
-        """Return the tiles of so many rows by expert."""
-        return -(-num_rows // self.tile_rows)
+        return made
