@@ -5,12 +5,17 @@
 A layer is a dispatch by expert with a new routing, two grouped products with SwiGLU in between, and a weighted combine. Both layers have
 the same kernels: the first product is `deepep_rt.torch.grouped_product`, the second one PyTorch's `grouped_mm`. They take turns. Before
 anything is measured, their results are compared bit for bit. It needs GPUs, and PyTorch with Triton.
+
+"fixed" are the same layers with `num_worst_tokens`, a tenth more than the most rows of a rank. There the host does not wait for counts.
+
+With `--traces FOLDER` it writes a trace of both layers for each rank, which `examples/trace_picture.py` draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepep_rt._install import or_exit
@@ -19,6 +24,7 @@ with or_exit("this benchmark", "bench"):
     import numpy as np
     import torch
     from mpi4py import MPI
+    from torch.profiler import ProfilerActivity, profile, record_function
 
     from deepep_rt.bench import program
     from deepep_rt.bench.machine import Machine
@@ -33,7 +39,24 @@ if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
 _BOUNDARY = "CUDA events around layers that follow each other, mean of these; slowest rank of each repeat; median of the repeats"
-_COLUMNS = ("rows", "tokens", "SMs", "dispatch us", "product us", "rest us", "sequence us", "as rows arrive us", "less by %")
+_COLUMNS = (
+    "rows",
+    "tokens",
+    "SMs",
+    "dispatch us",
+    "product us",
+    "rest us",
+    "sequence us",
+    "as rows arrive us",
+    "less by %",
+    "fixed: sequence us",
+    "as rows arrive us",
+    "less by %",
+)
+_ROOM = 1.1  # rows of `num_worst_tokens`, as a part of the most rows of a rank
+_ALIGNMENT = 128
+_WARM_UP = 3  # layers before one that is traced
+_CYCLES_TO_QUEUE = 20_000_000  # of the GPU, in which the host queues that layer
 
 
 @dataclass(kw_only=True)
@@ -47,14 +70,16 @@ class Settings(program.Settings):
         rows: The type of the rows on their way: bf16, fp8.
         layers: Layers of a run.
         repeats: Runs. The result is their median.
+        traces: The folder for traces of both layers. Empty: none.
     """
 
     tokens: tuple[int, ...] = (4096, 8192)
     intermediate: int = 2048
-    sms: tuple[int, ...] = (16, 24, 32)
+    sms: tuple[int, ...] = (24, 48)
     rows: tuple[str, ...] = ("bf16", "fp8")
-    layers: int = 5
+    layers: int = 10
     repeats: int = 7
+    traces: str = ""
 
     def __post_init__(self) -> None:
         if self.quick:
@@ -73,6 +98,8 @@ class Row:
     rest_us: float
     sequence_us: float
     as_rows_arrive_us: float
+    fixed_sequence_us: float
+    fixed_as_rows_arrive_us: float
 
 
 class Layer:
@@ -99,8 +126,10 @@ class Layer:
             self.w1 = self.w1.to(torch.float8_e4m3fn)
             self.scales = torch.rand(experts, 2 * inner // 128, hidden // 128, generator=random, device="cuda")
 
-    def dispatch(self, signals: bool) -> Any:
-        options = dict(layout="expert", expert_alignment=128, use_fp8=self._fp8, signals=signals)
+    def dispatch(self, signals: bool, num_rows: int | None = None) -> Any:
+        options = dict(
+            layout="expert", expert_alignment=_ALIGNMENT, num_worst_tokens=num_rows, use_fp8=self._fp8, signals=signals
+        )
         return self._buffer.dispatch(self.x, self.idx, self.weights, **options)
 
     def product(self, sent: Any) -> Any:
@@ -110,8 +139,8 @@ class Layer:
         y = torch.nn.functional.grouped_mm(swiglu(inner), self.w2, offs=sent.expert_offsets[1:])
         return self._buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True).x
 
-    def run(self, signals: bool) -> Any:
-        sent = self.dispatch(signals)
+    def run(self, signals: bool, num_rows: int | None = None) -> Any:
+        sent = self.dispatch(signals, num_rows)
         y = grouped_mlp(sent, self.w1, self.w2, w1_scales=self.scales)
         return self._buffer.combine(y, sent.handle, topk_weights=sent.recv_topk_weights, weighted=True).x
 
@@ -139,11 +168,13 @@ def _timed(comm: Intracomm, settings: Settings, calls: list[Callable[[], Any]]) 
 def _row(comm: Intracomm, settings: Settings, buffer: Buffer, tokens: int, rows: str, sms: int) -> Row:
     buffer.num_sms = sms
     layer = Layer(comm, settings, buffer, tokens, rows)
-    wanted, got = layer.run(signals=False), layer.run(signals=True)
-    if not comm.allreduce(torch.equal(wanted, got), MPI.LAND):
-        raise EPError("the layers differ; expected the same bits")
-    del wanted, got
     sent = layer.dispatch(signals=False)
+    num_rows = round(_ROOM * comm.allreduce(sent.handle.num_recv_rows, MPI.MAX)) // _ALIGNMENT * _ALIGNMENT
+    wanted = layer.run(signals=False)
+    for signals, rows_of_call in ((True, None), (False, num_rows), (True, num_rows)):
+        if not comm.allreduce(torch.equal(wanted, layer.run(signals, rows_of_call)), MPI.LAND):
+            raise EPError("the layers differ; expected the same bits")
+    del wanted
     inner = layer.product(sent)
     calls = [
         lambda: layer.dispatch(signals=False),
@@ -151,8 +182,31 @@ def _row(comm: Intracomm, settings: Settings, buffer: Buffer, tokens: int, rows:
         lambda: layer.rest(sent, inner),
         lambda: layer.run(signals=False),
         lambda: layer.run(signals=True),
+        lambda: layer.run(False, num_rows),
+        lambda: layer.run(True, num_rows),
     ]
+    if settings.traces:
+        _write_traces(comm, Path(settings.traces), {"in sequence": calls[-2], "as rows arrive": calls[-1]})
     return Row(rows, tokens, sms, *_timed(comm, settings, calls))
+
+
+def _write_traces(comm: Intracomm, folder: Path, layers: Mapping[str, Callable[[], Any]]) -> None:
+    """Write a trace in which each layer is a range, for the rank of this process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for name, layer in layers.items():
+            for _ in range(_WARM_UP):
+                held = layer()
+            torch.cuda.synchronize()
+            comm.Barrier()
+            torch.cuda._sleep(_CYCLES_TO_QUEUE)
+            begins = torch.cuda.current_stream().record_event()
+            held = layer()
+            begins.synchronize()
+            with record_function(name):
+                torch.cuda.synchronize()
+            del held
+    trace.export_chrome_trace(str(folder / f"rank{comm.rank}.json"))
 
 
 def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambda doing: None) -> dict[str, Any] | None:
@@ -183,9 +237,16 @@ def markdown(result: Mapping[str, Any]) -> str:
     """Write the table, and a line about the machine and the measurement."""
     settings, lines = result["settings"], []
     for row in result["rows"]:
-        times = [f"{row[name]:.0f}" for name in ("dispatch_us", "product_us", "rest_us", "sequence_us", "as_rows_arrive_us")]
-        less = 100 * (1 - row["as_rows_arrive_us"] / row["sequence_us"])
-        lines.append([row["rows"], row["tokens"], row["sms"], *times, f"{less:.1f}"])
+        line = [
+            row["rows"],
+            row["tokens"],
+            row["sms"],
+            *(f"{row[name]:.0f}" for name in ("dispatch_us", "product_us", "rest_us")),
+        ]
+        for fixed in ("", "fixed_"):
+            sequence, arriving = row[f"{fixed}sequence_us"], row[f"{fixed}as_rows_arrive_us"]
+            line += [f"{sequence:.0f}", f"{arriving:.0f}", f"{100 * (1 - arriving / sequence):.1f}"]
+        lines.append(line)
     text = (
         f"Experts as rows arrive: {result['num_ranks']} ranks, {result['machine']}, hidden {settings['hidden']}, intermediate "
         f"{settings['intermediate']}, top-{settings['topk']} of {settings['experts']}. {result['boundary']}. {result['date']}."
@@ -202,6 +263,7 @@ def main() -> None:
     parser.add_argument("--rows", type=lambda text: tuple(text.split(",")), default=Settings.rows, help="bf16, fp8, or both")
     parser.add_argument("--layers", type=int, default=Settings.layers, help="layers of a run")
     parser.add_argument("--repeats", type=int, default=Settings.repeats, help="runs; their median counts")
+    parser.add_argument("--traces", default=Settings.traces, metavar="FOLDER", help="write traces of both layers there")
     program.run_program(MPI.COMM_WORLD, parser.parse_args(), Settings, run, lambda result, _: print(markdown(result), end=""))
 
 

@@ -16,10 +16,13 @@ WIDTH = 12  # of the picture, in inches
 KINDS = {  # kinds of kernels and of ranges on the host: colour, and what their names match
     "route": ("#b3d69b", r"route(_nodes)?"),
     "dispatch": ("#f7c873", r"dispatch(_nodes)?"),
-    "rows by expert": ("#cdb0d6", r"expert_positions|expand_rows|sum_expert_rows|list_choices"),
+    "rows by expert": ("#cdb0d6", r"expert_positions|expand_\w+|prepare_tiles|sum_expert_rows|list_choices"),
     "combine": ("#ef9a75", r"combine(_\w+)?"),
     "low latency": ("#8ccdc2", r"(ll|low_latency)_\w+"),
-    "matrix products": ("#9cc3e6", r"attention|experts|shared expert|.*(gemm|gemv|nvjet|cutlass|group_?mm|grouped_mm).*"),
+    "matrix products": (
+        "#9cc3e6",
+        r"attention|experts|shared expert|.*(gemm|gemv|nvjet|cutlass|group_?mm|grouped_(mm|product)).*",
+    ),
     "other": ("#d0d0d0", r".*"),
 }
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
