@@ -56,7 +56,6 @@ _COLUMNS = (
 _ROOM = 1.1  # rows of `num_worst_tokens`, as a part of the most rows of a rank
 _ALIGNMENT = 128
 _WARM_UP = 3  # layers before one that is traced
-_CYCLES_TO_QUEUE = 20_000_000  # of the GPU, in which the host queues that layer
 
 
 @dataclass(kw_only=True)
@@ -197,15 +196,14 @@ def _write_traces(comm: Intracomm, folder: Path, layers: Mapping[str, Callable[[
         for name, layer in layers.items():
             for _ in range(_WARM_UP):
                 held = layer()
-            torch.cuda.synchronize()
-            comm.Barrier()
-            torch.cuda._sleep(_CYCLES_TO_QUEUE)
             begins = torch.cuda.current_stream().record_event()
             held = layer()
-            begins.synchronize()
+            while not begins.query():  # the GPU still has a layer to do, and ends it together with the others
+                continue
             with record_function(name):
                 torch.cuda.synchronize()
             del held
+            comm.Barrier()
     trace.export_chrome_trace(str(folder / f"rank{comm.rank}.json"))
 
 

@@ -50,7 +50,8 @@ class Trace:
 
     def rows(self, begin, end):
         """Return the parts on the host and the kernels of each stream between two times, by the name of their row."""
-        rows = {"host": outermost(within(self._parts, begin, end))}
+        parts = outermost(within(self._parts, begin, end))
+        rows = {"host": parts} if parts else {}
         for stream, kernels in sorted(self._streams.items()):
             if found := within(kernels, begin, end):
                 rows[f"stream {stream}"] = found
