@@ -192,17 +192,20 @@ def _row(comm: Intracomm, settings: Settings, buffer: Buffer, tokens: int, rows:
 def _write_traces(comm: Intracomm, folder: Path, layers: Mapping[str, Callable[[], Any]]) -> None:
     """Write a trace in which each layer is a range, for the rank of this process."""
     folder.mkdir(parents=True, exist_ok=True)
+    begins = torch.zeros(1, pin_memory=True)
+    has_begun, one = begins.numpy(), torch.ones(1, device="cuda")
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         for name, layer in layers.items():
             for _ in range(_WARM_UP):
                 held = layer()
-            begins = torch.cuda.current_stream().record_event()
+            begins.copy_(one, non_blocking=True)
             held = layer()
-            while not begins.query():  # the GPU still has a layer to do, and ends it together with the others
+            while not has_begun[0]:  # the GPU still has a layer to do, and ends it together with the others
                 continue
             with record_function(name):
                 torch.cuda.synchronize()
             del held
+            begins.zero_()
             comm.Barrier()
     trace.export_chrome_trace(str(folder / f"rank{comm.rank}.json"))
 
