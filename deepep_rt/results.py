@@ -137,10 +137,6 @@ class _Arrays(_ProcessLocal):
         return None if view is None else view.to_framework()
 
 
-NUM_TICKETS = 4
-"""Counters of a dispatch with `signals=True` that begin with 0. Internal."""
-
-
 @dataclass(eq=False)
 class DispatchResult(_Arrays):
     """The rows that arrived at this rank, in the order (source rank, source token).
@@ -163,12 +159,7 @@ class DispatchResult(_Arrays):
     call waits for it. Let any other stream wait for it before a kernel there reads the words. None on the host backend.
     """
 
-    tickets_taken: int = field(default=0, init=False, repr=False)  # internal
-
-    @cached_property
-    def tickets(self) -> Any:
-        """Counters, int32 on the device, that begin with 0: the blocks of a kernel take tiles in turn. Internal; None without signals."""
-        return self._array("tickets")
+    tickets_taken: int = field(default=0, init=False, repr=False)  # internal: of the counters in `views["tickets"]`, with signals
 
     @cached_property
     def recv_x(self) -> Any:

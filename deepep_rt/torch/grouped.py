@@ -117,7 +117,7 @@ def _ticket(sent: DispatchResult) -> Any:
     if number == tickets.shape[0]:
         return _zero(torch.device("cuda", tickets.device))
     sent.tickets_taken = number + 1
-    return _Pointer(replace(tickets, ptr=tickets.ptr + number * tickets.itemsize), torch.int32)
+    return _Pointer(replace(tickets, ptr=tickets.ptr + number * tickets.row_bytes), torch.int32)
 
 
 def grouped_mlp(

@@ -284,8 +284,8 @@ class ExpertRows:
         }
         views["num_recv_per_expert"] = counts_view(self._runtime, "num_recv_per_expert", counts, framework, fills)
         if words is not None:
-            for name, (ptr, length) in words.arrays().items():
-                views[name] = result(ptr, (length,), "int32", words.memory, framework, None)
+            for name, (ptr, shape) in words.arrays().items():
+                views[name] = result(ptr, shape, "int32", words.memory, framework, None)
         return views
 
 

@@ -14,7 +14,7 @@ from ...comm.call_signature import pack
 from ...config import ROW_ALIGNMENT, tile_rows_of
 from ...cuda import driver
 from ...jit.launch import launch_local, load_local
-from ...results import NUM_TICKETS, DispatchHandle, DispatchResult
+from ...results import DispatchHandle, DispatchResult
 from ..base import Call, DispatchInputs
 from ..inputs import most_recv_rows
 from .result_memory import ArrivingRows, CallMemory
@@ -22,7 +22,12 @@ from .runtime import CudaRuntime, address_of
 from .throughput import NodesThroughput, RowMover
 
 _SENDING_SHARE = 3
-"""One block in so many sends rows, and the others expand them."""
+"""One block in so many sends rows, before it expands rows as the others do."""
+
+_TICKETS = 4, 4
+"""The shape of the tickets: counters from which the blocks of a consumer take tiles in turn. Each is the first word of a row, so all of them
+start at 16 bytes, and Triton compiles one version.
+"""
 
 _HEAD_WORDS = 32
 """Words before those of the tiles, a line of memory: the tickets."""
@@ -41,9 +46,9 @@ class TileWords:
         address: int = self.memory.ptr
         return address + 4 * _HEAD_WORDS
 
-    def arrays(self) -> dict[str, tuple[int, int]]:
-        """Return the address and the length of each array of int32."""
-        return {"tile_ready": (self.ptr, self.num_tiles), "tickets": (self.memory.ptr, NUM_TICKETS)}
+    def arrays(self) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Return the address and the shape of each array of int32."""
+        return {"tile_ready": (self.ptr, (self.num_tiles,)), "tickets": (self.memory.ptr, _TICKETS)}
 
 
 class TileSignals:
