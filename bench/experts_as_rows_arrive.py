@@ -8,13 +8,14 @@ anything is measured, their results are compared bit for bit. It needs GPUs, and
 
 "fixed" are the same layers with `num_worst_tokens`, a tenth more than the most rows of a rank. There the host does not wait for counts.
 
-With `--traces FOLDER` it writes a trace of both layers for each rank, which `examples/trace_picture.py` draws.
+With `--traces FOLDER` it writes a trace of both layers for each rank, which `examples/trace_picture.py` draws, to a folder for each row of
+the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ with or_exit("this benchmark", "bench"):
     from mpi4py import MPI
     from torch.profiler import ProfilerActivity, profile, record_function
 
+    from deepep_rt.backends.inputs import most_recv_rows
     from deepep_rt.bench import program
     from deepep_rt.bench.machine import Machine
     from deepep_rt.bench.report import markdown_table
@@ -69,7 +71,7 @@ class Settings(program.Settings):
         rows: The type of the rows on their way: bf16, fp8.
         layers: Layers of a run.
         repeats: Runs. The result is their median.
-        traces: The folder for traces of both layers. Empty: none.
+        traces: The folder for traces of both layers, in a folder for each row of the table. Empty: none.
     """
 
     tokens: tuple[int, ...] = (4096, 8192)
@@ -169,6 +171,7 @@ def _row(comm: Intracomm, settings: Settings, buffer: Buffer, tokens: int, rows:
     layer = Layer(comm, settings, buffer, tokens, rows)
     sent = layer.dispatch(signals=False)
     num_rows = round(_ROOM * comm.allreduce(sent.handle.num_recv_rows, MPI.MAX)) // _ALIGNMENT * _ALIGNMENT
+    num_rows = min(num_rows, most_recv_rows(buffer.config, "expert", _ALIGNMENT))
     wanted = layer.run(signals=False)
     for signals, rows_of_call in ((True, None), (False, num_rows), (True, num_rows)):
         if not comm.allreduce(torch.equal(wanted, layer.run(signals, rows_of_call)), MPI.LAND):
@@ -185,7 +188,9 @@ def _row(comm: Intracomm, settings: Settings, buffer: Buffer, tokens: int, rows:
         lambda: layer.run(True, num_rows),
     ]
     if settings.traces:
-        _write_traces(comm, Path(settings.traces), {"in sequence": calls[-2], "as rows arrive": calls[-1]})
+        _write_traces(
+            comm, Path(settings.traces) / f"{rows}_{tokens}_{sms}", {"in sequence": calls[-2], "as rows arrive": calls[-1]}
+        )
     return Row(rows, tokens, sms, *_timed(comm, settings, calls))
 
 
@@ -229,7 +234,7 @@ def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambd
     return {
         **provenance(settings.commit),
         **machine.described(),
-        **settings.described(_BOUNDARY),
+        **replace(settings, traces="").described(_BOUNDARY),  # a path tells nothing
         "rows": [asdict(row) for row in found],
     }
 

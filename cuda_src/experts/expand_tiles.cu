@@ -7,8 +7,10 @@
 // Roles of the blocks:
 // - The first num_sending blocks push rows to the other ranks. Copy warps take places of `order` in turn. A signal warp raises a word for
 //   each row that is written: the place and the row. It raises all due words after each fence.
-// - Copy warps expand rows: those of the own rank from x, those of other ranks where they arrived. They claim places in ascending order,
-//   in sending blocks once they have sent. The other warps of blocks that do not send fill the padding.
+// - Copy warps expand rows: those of the own rank from x, those of other ranks where they arrived. They claim places in ascending order.
+//   The other warps of blocks that do not send fill the padding.
+// - Sending blocks expand rows too once they have sent, if all of them have begun to send by then. Otherwise they end: if few SMs are free,
+//   a block that waits for rows would keep the SM of one that has to send.
 // Sending warps wait for nothing, and the memory for arriving rows holds all of them. So the kernel cannot deadlock while the blocks of
 // each rank get to run.
 //
@@ -182,6 +184,12 @@ __device__ inline void send_rows_by_warp(const Params& p, const Routes& routes, 
       raise_word(p, item, fits ? row.x : kNoRow, epoch);
     }
   }
+}
+
+// Called by all lanes. Whether all sending blocks have begun, so that none of them waits for an SM.
+__device__ __forceinline__ bool all_send(const Params& p) {
+  const u32 sending = lane_idx() == 0 ? ld_relaxed_gpu(&at<State>(p.state, 0)->tiles_sending) : 0;
+  return static_cast<int>(__shfl_sync(~0u, sending, 0)) == p.num_sending;
 }
 
 // Counts down the tile of a row whose copy is written, and tells the consumer of the last one.
@@ -360,13 +368,14 @@ extern "C" __global__ void __launch_bounds__(kTilesThreads, 1) expand_tiles(cons
     char* my_stages = stages + warp * kTilesStages * kStageBytes;
     u64* my_barriers[2] = {barriers[0] + warp * kTilesStages, barriers[1] + warp * kTilesStages};
     const bool copies = warp < kTilesCopyWarps, sends = blockIdx.x < p.num_sending;
+    if (sends && threadIdx.x == 0) add_relaxed_gpu(&state->tiles_sending, 1);
     if (copies) {
       if constexpr (kHasTma) {
         if (sends) send_rows_bulk(p, routes, epoch, my_stages, my_barriers[0], sent[warp]);
-        expand_bulk(p, routes, epoch, my_stages, my_barriers[1]);
+        if (!sends || all_send(p)) expand_bulk(p, routes, epoch, my_stages, my_barriers[1]);
       } else {
         if (sends) send_rows_by_warp(p, routes, epoch);
-        expand_by_warp(p, routes, epoch);
+        if (!sends || all_send(p)) expand_by_warp(p, routes, epoch);
       }
     } else if (sends) {
       if (kHasTma && warp == kTilesCopyWarps) signal_rows(p, epoch, sent);
@@ -382,6 +391,6 @@ extern "C" __global__ void __launch_bounds__(kTilesThreads, 1) expand_tiles(cons
   if (routes.idle || was_aborted(p)) poison_tiles(p);
   if (lane_idx() == 0) {
     count_bytes(p, routes);
-    state->dispatch_blocks = state->dispatch_items = 0;
+    state->dispatch_blocks = state->dispatch_items = state->tiles_sending = 0;
   }
 }

@@ -129,6 +129,7 @@ State = CStruct(
     u32 generation;        // its number
     u32 members;           // with slots: the ranks that have a process, ascending, 4 bits for each. The rest is ~0
     u32 members_reciprocal;  // 2^31 / their number, rounded up
+    u32 tiles_sending;     // blocks of the running expand_tiles that have begun to send
     """,
 )
 

@@ -57,8 +57,9 @@ def grouped_product(sent: DispatchResult, weight: torch.Tensor, *, weight_scales
 
 def product_of_rows(sent: DispatchResult, weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """Return what `grouped_product` does, for checked arguments. `scales` are those of the weights, with FP8."""
-    num_rows, tile_rows = sent.handle.num_recv_rows, sent.handle.tile_rows
-    if not has_kernel(weight, num_rows, tile_rows):
+    num_rows, tile_rows, rows = sent.handle.num_recv_rows, sent.handle.tile_rows, sent.views["x"]
+    assert rows is not None
+    if rows.device != weight.get_device() or not has_kernel(weight, num_rows, tile_rows):
         sent.event.wait()
         return _after_the_dispatch(sent, weight, scales)
     from .tile_product import launch, num_sms  # Triton takes long to import
@@ -166,6 +167,8 @@ def _check(sent: DispatchResult, weight: torch.Tensor, weight_scales: torch.Tens
     x, offsets, x_scales = views["x"], views["expert_offsets"], views.get("scales")
     assert x is not None
     assert offsets is not None
+    if x.framework.name != "torch":  # whose current stream this product does not know
+        raise EPInputError(f"sent holds arrays of {x.framework.name}; expected PyTorch's tensors. Dispatch a tensor")
     if x.dtype not in _DTYPES:
         raise EPInputError(f"recv_x.dtype={x.dtype}; expected bfloat16, or float8_e4m3fn with scales. Dispatch such rows")
     dtype, experts = _DTYPES[x.dtype], offsets.shape[0] - 1

@@ -13,7 +13,7 @@ _SHARED_BYTES = 99 * 1024  # of a block, on every GPU
 
 _DEPTH = {1: 128, 2: 64}  # elements of a step, by the bytes of an element. With FP8, a step has one scale for each row
 
-_BAND = 4  # tiles of rows. Blocks that follow each other take the same weights to them, while a cache has these
+_BAND = 4  # tiles of rows. Tickets that follow each other are tiles of a band with the same weights, which are then in the cache
 _WIDE, _NARROW = 256, 128  # columns of a tile. Wide ones load a quarter less, and need room for three steps
 
 

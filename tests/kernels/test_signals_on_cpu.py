@@ -45,7 +45,6 @@ class Consumer:
         self._tickets = array_at(views["tickets"].ptr, views["tickets"].shape, "int32")
         self._tile_rows, self._signal, self._owner = sent.handle.tile_rows, sent.signal, sent
         self._num_idle_reads = 0
-        machine.queue(rank, self._take_tickets)
         self.read_again()
 
     def _take_tickets(self):
@@ -53,8 +52,10 @@ class Consumer:
         self._tickets[:] = 3
         return True
 
-    def read_again(self):
+    def read_again(self, checks_tickets=True):
         """Queue the work, for the next rows."""
+        if checks_tickets:
+            self._machine.queue(self._rank, self._take_tickets)
         self.seen = np.full(self._rows.shape, 77, np.uint8)
         self.order, self.num_reads = [], 0
         self._left = set(range(len(self._ready)))
@@ -317,7 +318,7 @@ def test_a_replay_without_its_fill_fails():
         machine.run()
         for sent, consumer in made:
             bytes_of(sent.views["x"])[:] = 5
-            consumer.read_again()
+            consumer.read_again(checks_tickets=False)
         machine.replay(launches)
         machine.run()
         assert any((consumer.seen == 5).any() for _, consumer in made)
@@ -493,6 +494,31 @@ OLD = dict(arch="sm_80")
 def test_broken_kernels_fail(tmp_path, file, pattern, replacement, how):
     folder = broken(tmp_path, file, pattern, replacement)
     assert fails(folder, lambda machine, seed: quick_rounds(machine, machine.buffers(**SMALL), seed, 4), **how)
+
+
+@pytest.mark.full
+def test_a_counter_of_places_that_is_not_reset_fails(tmp_path):
+    """The dispatch after it loses rows."""
+    folder = broken(tmp_path, TILES, r"state->dispatch_items = ", "")
+    assert fails(folder, lambda machine, seed: signal_round(machine, machine.buffers(**SMALL), seed))
+
+
+def few_sms(machine, seed):
+    """Run dispatches on GPUs that have fewer SMs free than there are sending blocks."""
+    quick_rounds(machine, machine.buffers(**{**SMALL, "num_sms": 6}), seed, 2)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_80", marks=pytest.mark.full)])
+def test_few_sms(arch):
+    """A block that has sent does not wait for rows of a block that waits for its SM."""
+    with Machine(2, 1, arch, num_sms=1) as machine:
+        few_sms(machine, 1)
+
+
+@pytest.mark.full
+def test_blocks_that_always_help_fail(tmp_path):
+    folder = broken(tmp_path, TILES, r"return static_cast<int>\(__shfl_sync[^;]*;", "return true;")
+    assert fails(folder, few_sms, num_sms=1)
 
 
 @pytest.mark.full

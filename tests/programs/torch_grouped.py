@@ -18,7 +18,7 @@ from spmd import main, raises
 from torch.utils.checkpoint import checkpoint
 from torch_layers import BOUND, EACH, HIDDEN, buffer_for, close, device, tokens_of_all
 
-from deepep_rt import EPInputError
+from deepep_rt import Buffer, EPInputError
 from deepep_rt.torch import expert_mlp, grouped_mlp, grouped_product
 from deepep_rt.torch.grouped import swiglu
 
@@ -316,6 +316,10 @@ def check_errors(comm: MPI.Intracomm) -> None:
             buffer.dispatch(x, handle=unaligned, signals=True)
         with raises(EPInputError, "layout='expert'"):
             grouped_product(buffer.dispatch(x, idx), _weights(comm, HIDDEN, INNER))
+        arrays = x.float().cpu().numpy().astype("float16"), idx.cpu().numpy()
+        others = Buffer.dispatch(buffer, *arrays, layout="expert", expert_alignment=64)  # that of this Buffer takes tensors only
+        with raises(EPInputError, "arrays of numpy", "PyTorch's tensors"):
+            grouped_product(others, _weights(comm, HIDDEN, INNER))
         sent = buffer.dispatch(x, idx, layout="expert", expert_alignment=64)
         with raises(EPInputError, "weight.shape", "each local expert"):
             grouped_product(sent, _weights(comm, HIDDEN + 16, INNER))

@@ -95,7 +95,7 @@ class ExpertRows:
         make_views = functools.partial(
             self._views,
             handle.num_recv_rows,
-            arrays=[(view.dtype, view.shape) if view else None for view in (inputs.x, inputs.topk_weights, inputs.scales)],
+            formats=[(view.dtype, view.shape) if view else None for view in (inputs.x, inputs.topk_weights, inputs.scales)],
             framework=inputs.x.framework,
             scales_by_column=inputs.scales_by_column,
             offsets=parts.offsets,
@@ -251,7 +251,7 @@ class ExpertRows:
         self,
         num_rows: int,
         *,
-        arrays: Sequence[tuple[str, tuple[int, ...]] | None],
+        formats: Sequence[tuple[str, tuple[int, ...]] | None],
         framework: Framework,
         scales_by_column: bool,
         offsets: dict[str, int],
@@ -260,8 +260,8 @@ class ExpertRows:
         stream: int,
         words: TileWords | None,
     ) -> Views:
-        """Make the results. `arrays` are dtypes and shapes of x, topk_weights and scales. `words` are those of the tiles, with signals."""
-        x, weights, scales = arrays
+        """Make the results. `formats` are dtypes and shapes of x, topk_weights and scales. `words` are those of the tiles, with signals."""
+        x, weights, scales = formats
         assert x is not None
         shapes = {
             "x": (x[0], (num_rows, *x[1][1:])),
@@ -277,12 +277,12 @@ class ExpertRows:
             by_column = num_scales, align_up(num_rows, SCALE_COLUMN_ALIGNMENT)
             shapes["scales"] = dtype, by_column if scales_by_column else (num_rows, num_scales)
         # A consumer of tiles must not wait for the end of the call.
-        result, fills = self._runtime.result, stream if words is None else None
+        result, filling_stream = self._runtime.result, stream if words is None else None
         views: Views = {
-            name: result(memory.ptr + offsets[name], shape, dtype, memory, framework, fills)
+            name: result(memory.ptr + offsets[name], shape, dtype, memory, framework, filling_stream)
             for name, (dtype, shape) in shapes.items()
         }
-        views["num_recv_per_expert"] = counts_view(self._runtime, "num_recv_per_expert", counts, framework, fills)
+        views["num_recv_per_expert"] = counts_view(self._runtime, "num_recv_per_expert", counts, framework, filling_stream)
         if words is not None:
             for name, (ptr, shape) in words.arrays().items():
                 views[name] = result(ptr, shape, "int32", words.memory, framework, None)

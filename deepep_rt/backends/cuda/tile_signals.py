@@ -25,8 +25,8 @@ _SENDING_SHARE = 3
 """One block in so many sends rows, before it expands rows as the others do."""
 
 _TICKETS = 4, 4
-"""The shape of the tickets: counters from which the blocks of a consumer take tiles in turn. Each is the first word of a row, so all of them
-start at 16 bytes, and Triton compiles one version.
+"""The shape of the tickets: counters from which the blocks of a consumer take tiles in turn. Each is the first word of a row. All of
+them start at 16 bytes, so Triton compiles one version.
 """
 
 _HEAD_WORDS = 32
@@ -41,14 +41,14 @@ class TileWords:
     num_tiles: int
 
     @property
-    def ptr(self) -> int:
+    def words(self) -> int:
         """The address of the words."""
         address: int = self.memory.ptr
         return address + 4 * _HEAD_WORDS
 
     def arrays(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return the address and the shape of each array of int32."""
-        return {"tile_ready": (self.ptr, (self.num_tiles,)), "tickets": (self.memory.ptr, _TICKETS)}
+        return {"tile_ready": (self.words, (self.num_tiles,)), "tickets": (self.memory.ptr, _TICKETS)}
 
 
 class TileSignals:
@@ -106,7 +106,7 @@ class TileSignals:
         runtime, config, inputs, stream = self._runtime, self._runtime.config, self._inputs, self._call.stream
         num_rows = handle.num_recv_rows
         made = TileWords(self._words, -(-num_rows // self.tile_rows))
-        words = made.ptr
+        words = made.words
         if not self._as_rows_arrive:
             driver.fill_words(words, DispatchResult.signal, made.num_tiles, stream)
             return made
