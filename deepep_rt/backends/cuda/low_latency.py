@@ -463,6 +463,7 @@ class LowLatency:
             event.record_again()
 
         def copy() -> None:
+            self._runtime.await_work(stream)
             views.update(to_host(views, stream, given))
 
         (event, views), hook = launch_halves(self._runtime, call, queue, send, receive, copy if is_host_caller else None)

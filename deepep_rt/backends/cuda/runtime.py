@@ -294,6 +294,7 @@ class CudaRuntime:
         """Copy the results to host memory now, if the caller's arrays lie there. `given` is that of `to_host`."""
         if not is_host_caller:
             return make_views
+        self.await_work(stream)
         copied = to_host(make_views(), stream, given)
         self.monitor.check()
         return lambda: copied
@@ -307,6 +308,17 @@ class CudaRuntime:
     def wait_for_calls(self, check_ended: Callable[[], None] = lambda: None) -> None:
         """Wait on the host for all calls; raise what kernels report. `check_ended` runs often. Its exception ends the wait."""
         end = self.order.end()
+        self._await(end, check_ended)
+        self.order.synchronize(end)
+
+    def await_work(self, stream: int) -> None:
+        """Wait on the host for the work of a stream; raise what breaks the Buffer meanwhile, and if it is destroyed.
+
+        A copy to host memory waits in the driver, where the host does not hear of a peer that has left.
+        """
+        self._await(driver.CudaEvent(stream), self.call_lock.check)
+
+    def _await(self, end: driver.CudaEvent, check_ended: Callable[[], None]) -> None:
         self.monitor.begin_wait()
         while not end.done():
             check_ended()
@@ -314,7 +326,6 @@ class CudaRuntime:
             self.monitor.check_peers()
             self.monitor.check_failure_notices()
             time.sleep(1e-5)
-        self.order.synchronize(end)
 
 
 def address_of(view: View | None) -> int:

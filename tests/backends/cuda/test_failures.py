@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -309,6 +310,29 @@ def test_a_rank_that_leaves_after_an_exception(fake: FakeGpu, make: Any, monkeyp
     written.pop()
     assert time.monotonic() - start < 10
     assert written == [(backend.runtime.state + structs.offset(structs.State.dtype({}), "abort"), 1)]
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("call", ["dispatch", "low-latency dispatch", "low-latency hook"])
+def test_a_rank_that_leaves_while_results_are_copied_to_host_memory(
+    fake: FakeGpu, make: Any, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The host hears of it before the kernel gives up."""
+    pytest.importorskip("mpi4py.MPI")
+    buffer, start = make(timeout_s=60.0, low_latency=True), time.monotonic()
+    config = buffer.config
+    x, idx = np.zeros((5, config.hidden), "float16"), np.zeros((5, config.num_topk), np.int64)
+    buffer._backend.comm.incoming_notice = "ValueError: no batch"
+    monkeypatch.setattr(driver.CudaEvent, "done", lambda event: time.monotonic() > start + 20)
+    with pytest.raises(EPTimeoutError, match=r"rank 2 left the Buffer.*ValueError: no batch"):  # noqa: PT012
+        if call == "dispatch":
+            buffer.dispatch(x, idx, num_worst_tokens=40)
+        else:
+            rows = x.view(ml_dtypes.bfloat16)
+            sent = buffer.low_latency_dispatch(rows, idx, return_recv_hook=call.endswith("hook"))
+            if sent.hook is not None:
+                sent.hook()
+    assert time.monotonic() < start + 10
     buffer.destroy()
 
 
