@@ -14,6 +14,7 @@ the table.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -212,7 +213,19 @@ def _write_traces(comm: Intracomm, folder: Path, layers: Mapping[str, Callable[[
             del held
             begins.zero_()
             comm.Barrier()
-    trace.export_chrome_trace(str(folder / f"rank{comm.rank}.json"))
+    path = folder / f"rank{comm.rank}.json"
+    trace.export_chrome_trace(str(path))
+    content = json.loads(path.read_text())
+    _begin_at_copies(content["traceEvents"])
+    path.write_text(json.dumps(content))
+
+
+def _begin_at_copies(events: list[dict[str, Any]]) -> None:
+    """Let each range begin with the copy that tells the host of it, because the profiler takes 0.2 ms to begin a range."""
+    copies = sorted(event["ts"] + event["dur"] for event in events if event.get("cat") == "gpu_memcpy")
+    ranges = sorted((event for event in events if event.get("cat") == "user_annotation"), key=lambda event: event["ts"])
+    for begin, event in zip(copies, ranges, strict=True):
+        event["ts"], event["dur"] = begin, event["dur"] + event["ts"] - begin
 
 
 def run(comm: Intracomm, settings: Settings, step: Callable[[str], None] = lambda doing: None) -> dict[str, Any] | None:
