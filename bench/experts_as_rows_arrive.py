@@ -121,7 +121,7 @@ class Layer:
         self.w2 = (normal(experts, hidden, inner) * inner**-0.5).transpose(1, 2)
         if not has_kernel(self.w1, 128, 128):
             raise EPUnavailableError(
-                "no product in Triton for these sizes; expected Triton, and multiples of 128. Change --hidden"
+                "no product in Triton for these sizes; expected Triton, and multiples of 128. Change --hidden or --intermediate"
             )
         self.scales = None
         if self._fp8:

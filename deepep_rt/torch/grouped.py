@@ -44,7 +44,8 @@ def grouped_product(sent: DispatchResult, weight: torch.Tensor, *, weight_scales
         `[rows, n]` bfloat16, in the order of `recv_x`. Rows of padding are undefined.
 
     Raises:
-        EPInputError: If a shape or dtype does not fit, or if `weight` requires a gradient: the product makes none.
+        EPInputError: If a shape or dtype does not fit, if `sent` holds arrays of another library, or if `weight` requires a gradient: the
+            product makes none.
 
     Example:
         >>> sent = buffer.dispatch(x, topk_idx, topk_weights, layout="expert", expert_alignment=128, signals=True)
@@ -144,7 +145,8 @@ def grouped_mlp(
         `[rows, hidden]` bfloat16, for `Buffer.combine(..., sent.handle)`.
 
     Raises:
-        EPInputError: If a shape or dtype does not fit, or if a weight requires a gradient: the products make none.
+        EPInputError: If a shape or dtype does not fit, if `sent` holds arrays of another library, or if a weight requires a gradient: the
+            products make none.
 
     Example:
         >>> sent = buffer.dispatch(x, topk_idx, topk_weights, layout="expert", expert_alignment=128, signals=True)

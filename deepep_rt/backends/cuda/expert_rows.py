@@ -70,7 +70,7 @@ class ExpertRows:
             _, arrived = self._by_token.send_rows(by_token, call, tiles.note_place if tiles else None)
         else:
             handle, arrived = self._send_with_new_routing(inputs, by_token, call, tiles, order)
-        # The GPU may have nothing to do from here to the launches, so nothing here is done earlier than it has to.
+        # From here to the launches the GPU may have nothing to do, so this part makes nothing that a caller may never read.
         half = self._runtime.monitor.call_half(
             "a dispatch was interrupted between its rows by token and by expert", "kPhaseDispatchRows"
         )

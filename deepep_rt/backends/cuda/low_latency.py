@@ -29,7 +29,7 @@ from ..hooks import Hook, HookQueue, Hooks, OwnHooks, check_hook_called, no_disp
 from ..inputs import old_routing
 from .monitor import whole_call
 from .repeated_call import RepeatedCall, check_stream
-from .runtime import CudaRuntime, address_of, to_host
+from .runtime import CudaRuntime, address_of
 from .stream_order import CallEnd
 
 _Sent = TypeVar("_Sent")
@@ -463,8 +463,7 @@ class LowLatency:
             event.record_again()
 
         def copy() -> None:
-            self._runtime.await_work(stream)
-            views.update(to_host(views, stream, given))
+            views.update(self._runtime.to_host(views, stream, given))
 
         (event, views), hook = launch_halves(self._runtime, call, queue, send, receive, copy if is_host_caller else None)
         return event, lambda: views, hook

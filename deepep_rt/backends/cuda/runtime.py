@@ -59,30 +59,6 @@ def to_device(device: int, stream: int, pool: StreamPool, *views: View | None) -
     return staged
 
 
-def to_host(views: Views, stream: int, given: View | None = None) -> Views:
-    """Copy results to host memory, and wait on the host for the copies. `given`, an array of the caller that is a result, is not copied.
-
-    Raise EPOutOfMemoryError if the host has too little memory. The call was made.
-    """
-    copied: Views = {}
-    for name, view in views.items():
-        if view is not None and view is not given:
-            try:
-                copy = Result(view.shape, view.dtype)
-            except MemoryError as error:
-                memory_error = EPOutOfMemoryError(
-                    f"host memory does not suffice for {name} {list(view.shape)} ({error}); expected room for the results of a call with "
-                    f"arrays in host memory. Pass arrays on the GPU, or fewer tokens."
-                )
-                memory_error.call_made = True
-                raise memory_error from error
-            driver.copy_async(copy.ptr, view.ptr, view.nbytes, stream)
-            view = copy.view(view.framework)
-        copied[name] = view
-    driver.synchronize(stream)
-    return copied
-
-
 def read_kernels(config: Config, ordinal: int) -> None:
     """Read the kernels of a Buffer from the cache while its GPU starts, for those that have the usual shape."""
     with suppress(EPError):  # the step that loads the kernels raises it, on all ranks
@@ -294,10 +270,37 @@ class CudaRuntime:
         """Copy the results to host memory now, if the caller's arrays lie there. `given` is that of `to_host`."""
         if not is_host_caller:
             return make_views
-        self.await_work(stream)
-        copied = to_host(make_views(), stream, given)
+        copied = self.to_host(make_views(), stream, given)
         self.monitor.check()
         return lambda: copied
+
+    def to_host(self, views: Views, stream: int, given: View | None = None) -> Views:
+        """Copy results to host memory, once the work of the stream is done.
+
+        `given` is an array of the caller that is a result. It is not copied.
+
+        Raise EPOutOfMemoryError if the host has too little memory; the call was made. Raise what breaks the Buffer meanwhile, and
+        EPDestroyedError if it is destroyed.
+        """
+        # Copies wait in the driver, where the host does not hear of a peer that leaves.
+        self._await(driver.CudaEvent(stream), self.call_lock.check)
+        copied: Views = {}
+        for name, view in views.items():
+            if view is not None and view is not given:
+                try:
+                    copy = Result(view.shape, view.dtype)
+                except MemoryError as error:
+                    memory_error = EPOutOfMemoryError(
+                        f"host memory does not suffice for {name} {list(view.shape)} ({error}); expected room for the results of a call "
+                        f"with arrays in host memory. Pass arrays on the GPU, or fewer tokens."
+                    )
+                    memory_error.call_made = True
+                    raise memory_error from error
+                driver.copy_async(copy.ptr, view.ptr, view.nbytes, stream)
+                view = copy.view(view.framework)
+            copied[name] = view
+        driver.synchronize(stream)
+        return copied
 
     # --- waiting -----------------------------------------------------------------------------------------------------------------
 
@@ -310,13 +313,6 @@ class CudaRuntime:
         end = self.order.end()
         self._await(end, check_ended)
         self.order.synchronize(end)
-
-    def await_work(self, stream: int) -> None:
-        """Wait on the host for the work of a stream; raise what breaks the Buffer meanwhile, and if it is destroyed.
-
-        A copy to host memory waits in the driver, where the host does not hear of a peer that has left.
-        """
-        self._await(driver.CudaEvent(stream), self.call_lock.check)
 
     def _await(self, end: driver.CudaEvent, check_ended: Callable[[], None]) -> None:
         self.monitor.begin_wait()
